@@ -1,0 +1,25 @@
+"""gradproof finds out why a neural network does not train, and proves it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# name -> the module that defines it, imported on first use: `import gradproof` must not import torch
+_HOME = {
+    "watch": "gradproof.probes.watch",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gradproof' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

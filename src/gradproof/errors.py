@@ -1,0 +1,5 @@
+"""The one exception whose message is all a person needs: the command line prints no traceback for it."""
+
+
+class UserError(Exception):
+    """What was asked for cannot be done: what, where, and what to do instead, in one or two sentences."""

@@ -1,0 +1,68 @@
+"""The house rules of the design that a machine can hold: who imports whom, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "gradproof"
+STANDARD = set(sys.stdlib_module_names)
+
+# package -> what it may import besides the standard library and itself (see DESIGN in docs/)
+MAY_IMPORT = {
+    "numerics": {"torch", "numpy"},
+    "kernels": {"torch", "triton", "numerics"},
+    "check": {"torch", "numpy", "numerics"},
+    "tape": {"torch", "numerics", "safetensors"},
+    "record": {"numpy", "pyarrow"},
+    "probes": {"torch", "numpy", "kernels", "tape", "record"},
+    "experiments": {"torch", "numpy", "tape", "check", "numerics", "record"},
+    "diagnosis": {"numpy", "record"},
+    "report": {"numpy", "record", "diagnosis", "starlette", "uvicorn"},
+    "lm": {"torch", "numpy", "kernels", "safetensors", "tokenizers"},
+    "faults": {"torch", "numpy", "lm"},
+    "integrations": {"probes", "record", "transformers", "lightning", "accelerate", "tensorboard", "wandb"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Third-party packages, and gradproof's own packages by their short name, that a file imports."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    found = set()
+    for name in names:
+        head, *rest = name.split(".")
+        if head == "gradproof":
+            found.add(rest[0] if rest else "gradproof")
+        elif head not in STANDARD:
+            found.add(head)
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_packages_import_only_what_the_design_allows(package):
+    for path in sorted((SOURCE / package).rglob("*.py")):
+        extra = imported(path) - MAY_IMPORT[package] - {package, "errors", "__version__"}
+        assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}"
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_package_init_files_are_empty(package):
+    assert (SOURCE / package / "__init__.py").read_text() == ""
+
+
+def test_import_is_light():
+    code = (
+        "import time; t = time.perf_counter(); import gradproof, gradproof.cli\n"
+        "dt = time.perf_counter() - t\n"
+        "import sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(dt)"
+    )
+    seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))
+    assert seconds < 0.2
