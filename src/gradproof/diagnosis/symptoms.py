@@ -31,12 +31,23 @@ def nonfinite(run: Run) -> Iterator[Symptom]:
     place = find_first_nonfinite_tensor(run, step)
     forward = loss is not None and loss == row
     value = steps["loss"][row] if forward else steps["grad_norm"][row]
-    what = f"the loss is {value}" if forward else f"the loss is still {steps['loss'][row]:.4g}, the gradient {value}"
+    what = (
+        f"the loss is {value}"
+        if forward
+        else f"the loss is still {steps['loss'][row]:.4g}, the gradient {value}"
+    )
     where, detail = None, ""
     if place is not None:
-        where, detail = f"{place[0]} of {place[1]}", f"; first seen in the {place[0]} of {place[1]}: {place[2]}"
+        where, detail = (
+            f"{place[0]} of {place[1]}",
+            f"; first seen in the {place[0]} of {place[1]}: {place[2]}",
+        )
     family = "forward-nonfinite" if forward else "backward-nonfinite"
-    suspects = (f"{family}/unlocated", "lr-too-high/diverged", "low-precision-error/overflow")
+    suspects: tuple[str, ...] = (
+        f"{family}/unlocated",
+        "lr-too-high/diverged",
+        "low-precision-error/overflow",
+    )
     if grew_before(run, row):
         suspects = ("lr-too-high/diverged", "exploding-signal/growing", f"{family}/unlocated")
     yield Symptom("nonfinite", "problem", what + detail, step, where, suspects)
@@ -62,9 +73,16 @@ def grew_before(run: Run, row: int) -> bool:
     for column in ("loss", "grad_norm"):
         before = run.steps[column][max(0, row - 50) : row]
         before = before[np.isfinite(before)]
-        if len(before) >= 3 and abs(before[-1]) > 10 * np.median(np.abs(before[: max(1, len(before) // 2)])) + 1e-12:
+        if (
+            len(before) >= 3
+            and abs(before[-1]) > 10 * np.median(np.abs(before[: max(1, len(before) // 2)])) + 1e-12
+        ):
             return True
     return False
+
+
+def loss_fell(run: Run) -> bool:
+    return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
 
 
 def loss_not_improving(run: Run) -> Iterator[Symptom]:
@@ -75,10 +93,14 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
             continue
         numbers = f"{found.first:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
         if found.rose:
-            yield _of(track, "loss_rising", "problem", f"the loss rises: {numbers}", ("lr-too-high/diverged",))
+            yield _of(
+                track, "loss_rising", "problem", f"the loss rises: {numbers}", ("lr-too-high/diverged",)
+            )
         elif not at_optimum(track):
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
-            yield _of(track, "loss_not_improving", "warning", f"the loss does not improve: {numbers}", suspects)
+            yield _of(
+                track, "loss_not_improving", "warning", f"the loss does not improve: {numbers}", suspects
+            )
 
 
 def at_optimum(track: Track) -> bool:
@@ -111,7 +133,9 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
             text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
-            yield _of(track, "loss_spike", "note", text, ("lr-too-high/spike", "input-or-target-scale/batch"), step)
+            yield _of(
+                track, "loss_spike", "note", text, ("lr-too-high/spike", "input-or-target-scale/batch"), step
+            )
 
 
 def clipped_always(run: Run) -> Iterator[Symptom]:
@@ -124,7 +148,7 @@ def clipped_always(run: Run) -> Iterator[Symptom]:
     if rate < 0.98:
         return
     kept = float(np.median(limit[known] / before[known]))
-    fell = any(found.fell for track in tracks(run) if (found := trend(track.loss)))
+    fell = loss_fell(run)
     text = f"clipped at {100 * rate:.0f} % of {known.sum()} steps, to {100 * kept:.3g} % of the gradient's length"
     suspects = ("grad-clip-misuse/limit-too-small",) if kept < 0.01 else ()
     level = "note" if fell and kept > 0.01 else "warning"
@@ -156,7 +180,11 @@ def gradient_ratios(run: Run) -> tuple[list[str], np.ndarray, str] | None:
     with np.errstate(all="ignore"):
         count = np.array([np.prod(sizes[table.names[j]]) for j in matrices], dtype=float)
         typical = _median_over_steps(table.values[:, matrices]) / np.sqrt(count)
-    ratios = typical / typical[-1] if np.isfinite(typical[-1]) and typical[-1] > 0 else np.full(len(matrices), np.nan)
+    ratios = (
+        typical / typical[-1]
+        if np.isfinite(typical[-1]) and typical[-1] > 0
+        else np.full(len(matrices), np.nan)
+    )
     known = np.isfinite(ratios) & (ratios > 0)
     if known.sum() < 3:
         return None
@@ -174,10 +202,11 @@ def gradient_growing(run: Run) -> Iterator[Symptom]:
         return
     early = float(np.median(norm[: max(3, len(norm) // 10)]))
     peak = int(np.argmax(norm))
-    fell = any(found.fell for track in tracks(run) if (found := trend(track.loss)))
-    if early > 0 and norm[peak] > 1e3 * early and not fell:
+    if early > 0 and norm[peak] > 1e3 * early and not loss_fell(run):
         text = f"the gradient norm grows from {early:.3g} to {norm[peak]:.3g}"
-        yield Symptom("gradient_growing", "problem", text, int(steps[peak]), None, ("exploding-signal/growing",))
+        yield Symptom(
+            "gradient_growing", "problem", text, int(steps[peak]), None, ("exploding-signal/growing",)
+        )
 
 
 def never_changed(run: Run) -> Iterator[Symptom]:
@@ -186,7 +215,14 @@ def never_changed(run: Run) -> Iterator[Symptom]:
     outside = [p for p in parameters if p["optimizer"] is None]
     if outside and len(outside) < len(parameters) and len(run) >= 3:
         text = f"{_names(outside)} want a gradient, but no optimizer has them"
-        yield Symptom("not_in_optimizer", "problem", text, None, outside[0]["name"], ("param-not-updated/not-in-optimizer",))
+        yield Symptom(
+            "not_in_optimizer",
+            "problem",
+            text,
+            None,
+            outside[0]["name"],
+            ("param-not-updated/not-in-optimizer",),
+        )
     inside = [p for p in parameters if p["optimizer"] is not None]
     still = [p for p in inside if p.get("changed") is False]
     if still and len(run) >= 3:
@@ -195,11 +231,15 @@ def never_changed(run: Run) -> Iterator[Symptom]:
         if no_gradient:
             level = "warning" if len(no_gradient) < len(inside) else "problem"
             text = f"{_names(no_gradient)} never got a gradient in {len(run)} steps"
-            suspects = ("param-not-updated/no-gradient", "detached-graph/cut")
-            yield Symptom("no_gradient", level, text, None, no_gradient[0]["name"], suspects)
+            possible = ("param-not-updated/no-gradient", "detached-graph/cut")
+            yield Symptom("no_gradient", level, text, None, no_gradient[0]["name"], possible)
         if with_gradient and not learning_rate_is_zero(run):
             text = f"{_names(with_gradient)} get gradients and are stepped, but keep their first values bit for bit"
-            suspects = ("param-not-updated/no-change", "lr-too-low/tiny-updates", "low-precision-error/lost-updates")
+            suspects = (
+                "param-not-updated/no-change",
+                "lr-too-low/tiny-updates",
+                "low-precision-error/lost-updates",
+            )
             yield Symptom("never_changed", "problem", text, None, with_gradient[0]["name"], suspects)
 
 
@@ -267,13 +307,23 @@ def dead_units(run: Run) -> Iterator[Symptom]:
             yield Symptom("dead_units", level, text, None, name, ("dead-activation/units",))
 
 
-ACTIVATIONS = ("ReLU", "ReLU6", "LeakyReLU", "Sigmoid", "Tanh", "Hardtanh", "Hardsigmoid", "Hardswish", "Softsign")
+ACTIVATIONS = (
+    "ReLU",
+    "ReLU6",
+    "LeakyReLU",
+    "Sigmoid",
+    "Tanh",
+    "Hardtanh",
+    "Hardsigmoid",
+    "Hardswish",
+    "Softsign",
+)
 
 
 def update_ratio(run: Run) -> Iterator[Symptom]:
     """Steps far too small or too large for the weights they change."""
     ratios = update_ratios(run)
-    if ratios is None:
+    if ratios is None or len(run) < 20 or loss_fell(run):
         return
     names, values = ratios
     typical = float(np.median(values))
@@ -310,7 +360,9 @@ def adam_epsilon(run: Run) -> Iterator[Symptom]:
     share = float(np.mean(last[np.isfinite(last)])) if np.isfinite(last).any() else 0.0
     if share > 0.5:
         text = f"Adam's ε is larger than √v for {100 * share:.0f} % of the entries"
-        yield Symptom("adam_epsilon", "warning", text, None, None, ("optimizer-config/eps", "vanishing-signal/tiny"))
+        yield Symptom(
+            "adam_epsilon", "warning", text, None, None, ("optimizer-config/eps", "vanishing-signal/tiny")
+        )
 
 
 def _median_over_steps(values: np.ndarray) -> np.ndarray:

@@ -208,10 +208,10 @@ def grad_scalers(session: Session, stack: ExitStack, chosen: Callable[[Any], boo
 def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     def wrapper(original: Callable) -> Callable:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own = getattr(self, "_step_count", 0) == 0  # the scheduler's own call, in its constructor
             result = original(self, *args, **kwargs)
-            if getattr(self, "_gradproof_made", False) and chosen(self.optimizer):
+            if not own and chosen(self.optimizer):
                 session.scheduler_stepped()
-            self._gradproof_made = True  # the first call is the scheduler's own, in its constructor
             return result
 
         return step
@@ -241,11 +241,9 @@ def epochs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
 
 
 def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
-    """Hooks on modules would break a compiled graph: once something is compiled, outputs are left alone."""
-
     def wrapper(original: Callable) -> Callable:
         def compile(*args: Any, **kwargs: Any) -> Any:
-            session.compiled = True
+            session.something_compiled()
             return original(*args, **kwargs)
 
         return compile

@@ -34,24 +34,26 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Kind ("adam_m" or "adam_v"), parameter, moment and ε of everything the optimizer remembers."""
+def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """Kind ("adam_m" or "adam_v"), parameter, moment, and the v below which ε outweighs √v after so many steps."""
     for group in optimizer.param_groups:
+        eps, betas = float(group.get("eps", 0.0)), group.get("betas", (0.0, 0.0))
+        correction = 1 - float(betas[1]) ** steps if 0 < float(betas[1]) < 1 else 1.0
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for kind, keys in (("adam_m", FIRST_MOMENT), ("adam_v", SECOND_MOMENT)):
                 moment = next((state[key] for key in keys if isinstance(state.get(key), Tensor)), None)
                 if moment is not None and moment.shape == parameter.shape:
-                    yield kind, parameter, moment, float(group.get("eps", 0.0))
+                    yield kind, parameter, moment, eps * eps * correction
 
 
-def epsilon_share(second_moment: Tensor, eps: float, beta2: float, steps: int) -> Tensor:
-    """Share of entries whose bias-corrected √v is below ε: there the step no longer depends on the gradient."""
-    row = sample([second_moment])[0]
-    correction = 1 - beta2**steps if 0 < beta2 < 1 else 1.0
-    known = ~torch.isnan(row)
-    below = ((row / correction).clamp_min(0).sqrt() < eps) & known
-    return below.double().sum() / known.double().sum().clamp_min(1)
+def share_below(squares: dict[str, Tensor], limits: dict[str, float]) -> Tensor:
+    """Share of a sample of each v that lies below its limit: there a step no longer depends on the gradient."""
+    rows = sample(squares.values())
+    limit = torch.tensor([limits[name] for name in squares], dtype=torch.float32)
+    limit = limit.to(rows.device, non_blocking=True)
+    known = ~torch.isnan(rows)
+    return ((rows < limit[:, None]) & known).double().sum(dim=1) / known.double().sum(dim=1).clamp_min(1)
 
 
 class WeightCopy:
@@ -73,8 +75,9 @@ class WeightCopy:
             torch._foreach_copy_(self._buffers, weights)
 
     @torch.no_grad()
-    def negative_updates(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Before minus after, in place: Δθ with its sign turned (`turn_sign` turns its statistics back)."""
+    def updates(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Δθ, made in the memory of the copy."""
         if parameters:
             torch._foreach_sub_(self._buffers, [local(p) for p in parameters])
+            torch._foreach_neg_(self._buffers)
         return self._buffers

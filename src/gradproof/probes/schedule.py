@@ -1,7 +1,7 @@
 """Which steps are measured how deeply: by the user's rules, or by what a budget affords.
 
 Depth 0 is bare (loss, learning rate), 1 light (gradient norms), 2 parameters (every statistic of gradients,
-weights, updates, Adam's state), 3 everything (also every module's output and its gradient, distributions).
+weights and updates), 3 everything (also Adam's state, every module's output and its gradient, distributions).
 """
 
 from __future__ import annotations

@@ -7,13 +7,11 @@ import importlib.util
 import os
 import signal
 import sys
-import sysconfig
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 from gradproof.errors import UserError
 
@@ -55,7 +53,7 @@ def load_script(path: str) -> Program:
             return load_script(str(file / "__main__.py"))
         raise UserError(f"{path} is a directory without a __main__.py; name the training script in it")
     try:
-        code = compile(file.read_bytes(), str(file), "exec")
+        code = compile(file.read_bytes(), os.path.abspath(file), "exec")
     except SyntaxError as error:
         raise UserError(f"{path} is not valid Python: {error.msg}, line {error.lineno}") from None
     except (ValueError, UnicodeDecodeError, OSError) as error:
@@ -84,7 +82,9 @@ def load_module(name: str) -> Program:
 def execute(program: Program, arguments: Sequence[str]) -> tuple[int, BaseException | None]:
     """Run a program as `__main__`; its exit code, and the exception that ended it, shown as Python shows it."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=program.file, __builtins__=builtins, __spec__=program.spec, __cached__=None)
+    main.__dict__.update(
+        __file__=os.path.abspath(program.file), __builtins__=builtins, __spec__=program.spec, __cached__=None
+    )
     if program.spec is not None:
         main.__package__ = program.spec.parent
     sys.modules["__main__"] = main
@@ -98,7 +98,7 @@ def execute(program: Program, arguments: Sequence[str]) -> tuple[int, BaseExcept
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
             shown = shown.tb_next
-        sys.excepthook(type(error), error, shown)
+        sys.excepthook(type(error), error.with_traceback(shown), shown)
         return 130 if isinstance(error, KeyboardInterrupt) else 1, error
     return 0, None
 
@@ -135,13 +135,10 @@ def run_program(
         on_row=None if quiet else show,
     )
     with attach(session):
-        try:
-            exit_code, error = execute(program, arguments)
-        finally:
-            wipe()
-            session.writer.set_info(script=program.file, source_roots=source_roots())
-            session.close()
-    session.writer.path.joinpath("exit").write_text(f"{exit_code}\n") if not session.writer.broken else None
+        exit_code, error = execute(program, arguments)
+        wipe()
+        session.writer.set_info(script=program.file, exit_code=exit_code)
+        session.close()
     return Outcome(
         session.writer.path,
         exit_code,
@@ -154,12 +151,7 @@ def run_program(
     )
 
 
-def source_roots() -> list[str]:
-    """Directories whose files are libraries, not the user's own code."""
-    return sorted({path for key, path in sysconfig.get_paths().items() if "lib" in key})
-
-
-def die_by_interrupt() -> Any:
+def die_by_interrupt() -> None:
     """End as Python ends on Ctrl-C, so that a shell or launcher sees the signal."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

@@ -25,12 +25,14 @@ from gradproof.probes import tensors as measuring
 from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.probes.reading import Reading
-from gradproof.probes.schedule import BARE, EVERYTHING, LIGHT, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.schedule import EVERYTHING, LIGHT, PARAMETERS, Moment, Purse, Rule
 from gradproof.record.schema import DISTRIBUTION_FRAME, STATISTICS, STATISTICS_FRAME
 from gradproof.record.writer import RunWriter
 
 CLOSE_LOOK = 5  # steps measured whole after the first non-finite value
 RING = 32  # light steps whose per-tensor norms are kept in case of trouble
+BETWEEN_SAMPLES = 1.0  # seconds between two steps whose distributions are taken
+KEEP = 1 << 18  # entries of an output up to which it is copied, to be measured with others in one call
 MOST_IN_FLIGHT = 8  # steps whose numbers may still be on their way from a GPU
 
 
@@ -43,8 +45,7 @@ def guarded(method: Callable) -> Callable:
             return None
         start = time.perf_counter()
         try:
-            with torch.no_grad():
-                return method(self, *args)
+            return method(self, *args)
         except Exception as error:
             self.fail(error)
             return None
@@ -57,8 +58,9 @@ def guarded(method: Callable) -> Callable:
 class OpenStep:
     """What has been gathered since the last step ended."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, sampled: bool = False) -> None:
         self.depth = depth
+        self.sampled = sampled  # percentiles and exponents too
         self.order: list[str] = []
         self.row: dict[str, Any] = {}
         self.losses = 0
@@ -66,15 +68,38 @@ class OpenStep:
         self.norms: list[str] = []
         self.reading = Reading()
         self.own_before = 0.0
+        self._kept: list[tuple[str, str, Tensor]] = []
+        self._kept_size = 0
 
-    def measure(self, kind: str, named: dict[str, Tensor], with_samples: bool) -> None:
+    def measure(self, kind: str, named: dict[str, Tensor]) -> None:
         """Statistics of tensors into the step's reading: one call of the kernel for each device."""
-        for group in measuring.group_by_device(named).values():
-            start = len(self.rows)
-            self.rows += [(kind, name) for name in group]
-            self.reading.add(f"stats {start}", measuring.measure(list(group.values())))
-            if with_samples:
-                self.reading.add(f"sample {start}", measuring.sample(group.values()))
+        self.measure_rows([(kind, name, tensor) for name, tensor in named.items()])
+
+    def measure_soon(self, kind: str, name: str, tensor: Tensor) -> None:
+        """As `measure`, but a small tensor is copied and measured together with others: it may change before."""
+        if tensor.numel() > KEEP:
+            self.measure_kept()
+            self.measure_rows([(kind, name, tensor)])
+            return
+        self._kept.append((kind, name, tensor.clone()))
+        self._kept_size += tensor.numel()
+        if self._kept_size > 8 * KEEP:
+            self.measure_kept()
+
+    def measure_kept(self) -> None:
+        kept, self._kept, self._kept_size = self._kept, [], 0
+        self.measure_rows(kept)
+
+    def measure_rows(self, rows: list[tuple[str, str, Tensor]]) -> None:
+        groups: dict[torch.device, list[tuple[str, str, Tensor]]] = {}
+        for row in rows:
+            groups.setdefault(row[2].device, []).append(row)
+        for group in groups.values():
+            start, tensors = len(self.rows), [tensor for _, _, tensor in group]
+            self.rows += [(kind, name) for kind, name, _ in group]
+            self.reading.add(f"stats {start}", measuring.measure(tensors))
+            if self.sampled:
+                self.reading.add(f"sample {start}", measuring.sample(tensors))
 
 
 class Session:
@@ -88,18 +113,19 @@ class Session:
         rules: tuple[Rule, ...] = (),
         budget: float | None = None,
         rank: int = 0,
+        compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
         self.rank = rank
+        self._compiled = compiled
         self.pid = os.getpid()
         self.alive = True
         self.failure: str | None = None
         self.own_seconds = 0.0
         self.began = time.perf_counter()
         self.purse = Purse(0.02 if budget is None else budget)
-        self.compiled = False
         self.step = 0
         self.counts = {"backward": 0, "zero_grad": 0, "clip": 0, "scheduler": 0, "skipped": 0}
         self._rules = rules
@@ -115,8 +141,8 @@ class Session:
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
         self._ring: deque[tuple[int, list[str], np.ndarray]] = deque(maxlen=RING)
         self._in_flight: deque[tuple[OpenStep, int]] = deque()
-        self._inside_backward = False
-        self._outputs = OutputProbe(names, self._collect_output)
+        self._last_sampled = 0.0
+        self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
 
@@ -126,6 +152,12 @@ class Session:
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
         self.names.learn(optim.parameters_of(optimizer))
+
+    @guarded
+    def something_compiled(self) -> None:
+        """Hooks on modules would break a compiled graph, or warn: outputs are left alone from here on."""
+        self._compiled = True
+        self._outputs.detach()
 
     @guarded
     def epoch_begins(self) -> None:
@@ -145,7 +177,6 @@ class Session:
     @guarded
     def backward_begins(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
         self.counts["backward"] += 1
-        self._inside_backward = True
         step = self._open
         if not step.order and self._stale_gradients():
             step.order.append("g")
@@ -155,16 +186,24 @@ class Session:
             if not measuring.is_measurable(loss):
                 continue
             if loss.numel() != 1:
-                loss = (loss * gradient).sum() if gradient is not None else loss.sum()
-            step.reading.add(f"loss {step.losses}", loss.real if loss.is_complex() else loss)
-            step.losses += 1
-            if loss.device.type == "cpu" and not bool(torch.isfinite(loss)):
-                self._saw_nonfinite()
+                loss = (loss * gradient.detach()).sum() if gradient is not None else loss.sum()
+            self._add_loss(loss.real if loss.is_complex() else loss)
         self._unscaled.clear()
+
+    def _add_loss(self, loss: Tensor) -> None:
+        """A CPU's number can be read at once; a GPU's travels with the step's other numbers."""
+        step = self._open
+        if loss.device.type != "cpu":
+            step.reading.add(f"loss {step.losses}", loss)
+            step.losses += 1
+            return
+        value = loss.item()
+        step.row["loss"] = step.row.get("loss", 0.0) + value
+        if not math.isfinite(value):
+            self._saw_nonfinite()
 
     @guarded
     def backward_ends(self) -> None:
-        self._inside_backward = False
         if self._open.row.get("inside_backward"):
             self._close_step()
 
@@ -182,11 +221,15 @@ class Session:
             step.reading.add("norm_before_clip", measuring.local(before))
 
     @guarded
+    @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients are as the optimizer will use them; the weights are still the old ones."""
         step = self._open
         facts = self._facts(optimizer)
         facts["steps"] += 1
+        if step.depth < LIGHT:
+            return
+        step.measure_kept()  # outputs come before gradients
         named = {self._name(p): p for p in optim.parameters_of(optimizer) if p.grad is not None}
         gradients = {
             name: measuring.local(p.grad.coalesce() if p.grad.is_sparse else p.grad)
@@ -196,7 +239,7 @@ class Session:
         if gradients and step.depth >= LIGHT:
             self._measure_norms(gradients, getattr(optimizer, "grad_scale", None))
         if gradients and step.depth >= PARAMETERS:
-            step.measure("gradient", gradients, with_samples=step.depth >= EVERYTHING)
+            step.measure("gradient", gradients)
             self._follow_direction(gradients)
             self._copies.setdefault(id(optimizer), optim.WeightCopy()).take(list(named.values()))
         facts["named"] = named
@@ -205,6 +248,7 @@ class Session:
             self._describe_parameters()
 
     @guarded
+    @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
         facts = self._facts(optimizer)
@@ -213,17 +257,18 @@ class Session:
         step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer))
         if named and step.depth >= PARAMETERS and id(optimizer) in self._copies:
             weights = {name: measuring.local(p) for name, p in named.items()}
-            updates = self._copies[id(optimizer)].negative_updates(list(named.values()))
-            sampling = step.depth >= EVERYTHING
-            step.measure("weight", weights, with_samples=sampling)
-            step.measure("update", dict(zip(named, updates, strict=True)), with_samples=sampling)
-            self._measure_moments(optimizer, facts)
+            updates = self._copies[id(optimizer)].updates(list(named.values()))
+            step.measure("weight", weights)
+            step.measure("update", dict(zip(named, updates, strict=True)))
+            if step.depth >= EVERYTHING:
+                self._measure_moments(optimizer, facts)
         if recomputing():  # the optimizer steps inside backward: one step is all of these together
             step.row["inside_backward"] = True
         else:
             self._close_step()
 
     @guarded
+    @torch.no_grad()
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler found inf: the optimizer's own hooks never fire, and this is the step that matters."""
         self.counts["skipped"] += 1
@@ -257,9 +302,10 @@ class Session:
         self._open.row.update(values)
 
     @guarded
+    @torch.no_grad()
     def tensors(self, kind: str, named: dict[str, Any]) -> None:
         """Tensors by hand: torch tensors, NumPy arrays, anything that torch.as_tensor takes."""
-        self._open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()}, True)
+        self._open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()})
 
     def _stale_gradients(self) -> bool:
         """Whether gradients that an optimizer has used already are still there, and not zero."""
@@ -297,22 +343,21 @@ class Session:
     def _measure_moments(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
         step = self._open
         found: dict[str, dict[str, Tensor]] = {"adam_m": {}, "adam_v": {}}
-        for kind, parameter, moment, eps in optim.moments(optimizer):
+        limits: dict[str, float] = {}
+        for kind, parameter, moment, limit in optim.moments(optimizer, facts["steps"]):
             name = self._name(parameter)
             found[kind][name] = measuring.local(moment)
-            if kind == "adam_v" and eps and step.depth >= EVERYTHING:
-                beta2 = optimizer.param_groups[0].get("betas", (0, 0))[1]
-                share = optim.epsilon_share(moment, eps, float(beta2), facts["steps"])
-                step.reading.add(f"eps_share {name}", share)
+            limits[name] = limit
         for kind, named in found.items():
-            if named:
-                step.measure(kind, named, with_samples=False)
-
-    def _collect_output(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
-        self._collect_guarded(kind, name, tensor, made_by)
+            step.measure(kind, named)
+        squares = {name: tensor for name, tensor in found["adam_v"].items() if limits[name] > 0}
+        if len({v.device for v in squares.values()}) == 1:
+            step.row["eps_names"] = list(squares)
+            step.reading.add("eps_share", optim.share_below(squares, limits))
 
     @guarded
-    def _collect_guarded(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
+    @torch.no_grad()
+    def _output_seen(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
         step = self._open
         tensor = measuring.local(tensor)
         if step.depth < EVERYTHING or not tensor.numel():
@@ -321,7 +366,7 @@ class Session:
         self.writer.add_tensor(kind, name, **facts)
         if kind == "output" and tensor.dim() >= 2 and tensor.shape[0] > 1:
             step.reading.add(f"dead {name}", measuring.dead_share(tensor))
-        step.measure(kind, {name: tensor}, with_samples=True)
+        step.measure_soon(kind, name, tensor)
 
     # the turn of a step ------------------------------------------------------------------------------------
 
@@ -346,9 +391,15 @@ class Session:
     def _begin_step(self) -> None:
         self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
         depth = self._choose_depth()
-        self._open = OpenStep(depth)
+        now = time.perf_counter()
+        sampled = depth >= EVERYTHING and (
+            self.step < Purse.FIRST or now - self._last_sampled > BETWEEN_SAMPLES
+        )
+        if sampled:
+            self._last_sampled = now
+        self._open = OpenStep(depth, sampled)
         self._open.own_before = self.own_seconds
-        if depth >= EVERYTHING and not self.compiled:
+        if depth >= EVERYTHING and not self._compiled:
             self._outputs.attach()
         else:
             self._outputs.detach()
@@ -386,7 +437,8 @@ class Session:
     def _write(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
         row = step.row
         if step.losses:
-            row["loss"] = float(sum(found[f"loss {i}"].sum() for i in range(step.losses)))
+            losses = sum(found[f"loss {i}"].sum() for i in range(step.losses))
+            row["loss"] = row.get("loss", 0.0) + float(losses)
         for key in ("norm_before_clip", "cosine"):
             if key in found:
                 row[key] = float(found[key].sum())
@@ -411,14 +463,14 @@ class Session:
             order.setdefault(key, []).append(index)
         raw = np.stack([measuring.merge_calls(raw[places]) for places in order.values()])
         kinds = np.array([kind for kind, _ in order])
-        raw[kinds == "update"] = measuring.turn_sign(raw[kinds == "update"])
         rows = measuring.to_statistics(raw)
         cosines = dict(zip(step.row.pop("cosine_names", ()), found.get("cosines", ()), strict=False))
+        eps_shares = dict(zip(step.row.pop("eps_names", ()), found.get("eps_share", ()), strict=False))
         for index, (kind, name) in enumerate(order):
             if kind == "gradient" and name in cosines:
                 rows[index, STATISTICS.index("cosine")] = cosines[name]
-            elif kind == "adam_v" and f"eps_share {name}" in found:
-                rows[index, STATISTICS.index("eps_share")] = found[f"eps_share {name}"].sum()
+            elif kind == "adam_v" and name in eps_shares:
+                rows[index, STATISTICS.index("eps_share")] = eps_shares[name]
             elif kind == "output" and f"dead {name}" in found:
                 rows[index, STATISTICS.index("dead")] = found[f"dead {name}"].sum()
         for kind, column in (("weight", "weight_norm"), ("update", "update_norm")):
@@ -429,14 +481,15 @@ class Session:
         self._write_distributions(step, number, found)
 
     def _write_distributions(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        rows: dict[int, np.ndarray] = {}
-        for start in _starts(found, "sample "):
-            samples = found[f"sample {start}"]
-            for index, values in enumerate(measuring.distributions(samples)):
-                kind, name = step.rows[start + index]
-                rows.setdefault(self.writer.add_tensor(kind, name), values)  # the first call stands for all
-        if rows:
-            self.writer.write_frame(DISTRIBUTION_FRAME, number, np.array(list(rows)), np.stack(list(rows.values())))
+        starts = _starts(found, "sample ")
+        if not starts:
+            return
+        samples = [found[f"sample {start}"] for start in starts]
+        places = [start + i for start, rows in zip(starts, samples, strict=True) for i in range(len(rows))]
+        numbers = np.array([self.writer.add_tensor(*step.rows[place]) for place in places])
+        numbers, first = np.unique(numbers, return_index=True)  # the first call of a module stands for all
+        rows = measuring.distributions(np.concatenate(samples)[first])
+        self.writer.write_frame(DISTRIBUTION_FRAME, number, numbers, rows)
 
     def _write_norms(self, number: int, names: list[str], norms: np.ndarray) -> None:
         rows = np.full((len(names), len(STATISTICS)), np.nan)
@@ -525,7 +578,9 @@ class Session:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        place = f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+        place = (
+            f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+        )
         self.writer.write_event("watching_failed", step=self.step, error=self.failure, place=place.strip())
         warnings.warn(
             f"gradproof stopped watching at step {self.step} ({self.failure}{place}); training goes on untouched",
@@ -539,10 +594,13 @@ class Session:
             return
         self._close_guarded()
         self.alive = False
-        self.writer.set_info(cost=self.cost(), events_seen=self.counts, ended=time.time(), failure=self.failure)
+        self.writer.set_info(
+            cost=self.cost(), events_seen=self.counts, ended=time.time(), failure=self.failure
+        )
         self.writer.close()
 
     @guarded
+    @torch.no_grad()
     def _close_guarded(self) -> None:
         self._settle(0)
         if self._optimizers:

@@ -36,7 +36,9 @@ STEP_COLUMNS = (
     "loss_scale",
     "skipped",  # 1: the GradScaler found inf and did not step
     "depth",  # 0 bare, 1 light, 2 parameters, 3 everything
-    "order",  # g gradients of an earlier step still there, z zero_grad, b backward, u unscale, c clip norm, v clip value, s step, x skipped, l scheduler
+    # what happened, in order: g gradients of an earlier step still there, z zero_grad, b backward, u unscale,
+    # c clip norm, v clip value, s step, x step skipped, l scheduler
+    "order",
 )
 TEXT_COLUMNS = ("order",)
 
@@ -79,7 +81,9 @@ def pack_frame(content: int, step: int, numbers: np.ndarray, values: np.ndarray)
     """One step's statistics as bytes that can be appended and checked."""
     largest = np.finfo(np.float32).max
     finite = np.isfinite(values)
-    values = np.where(finite, np.clip(values, -largest, largest), values)  # a finite 1e39 must not turn into inf
+    values = np.where(
+        finite, np.clip(values, -largest, largest), values
+    )  # a finite 1e39 must not turn into inf
     payload = numbers.astype("<u4").tobytes() + values.astype("<f4").tobytes()
     header = FRAME_HEADER.pack(FRAME_MAGIC, content, step, len(numbers), len(payload), zlib.crc32(payload))
     return header + payload

@@ -31,7 +31,9 @@ def _headline(diagnosis: Diagnosis, paint) -> str:
         return f"{paint('bold', where)}\n{paint('good', 'Nothing is wrong that this record could show.')}"
     first = diagnosis.causes[0]
     place = f", at {first.where}" if first.where else ""
-    return f"{paint('bold', where)}\n{paint(first.level, _sentence(first.title) + place)} ({first.confidence})"
+    return (
+        f"{paint('bold', where)}\n{paint(first.level, _sentence(first.title) + place)} ({first.confidence})"
+    )
 
 
 def _finding(number: int, cause: Finding, paint) -> str:
@@ -81,7 +83,11 @@ def _sentence(text: str) -> str:
 
 def _wrap(label: str, text: str) -> str:
     return textwrap.fill(
-        text, WIDTH, initial_indent=f"   {label}", subsequent_indent=" " * (3 + len(label)), break_long_words=False
+        text,
+        WIDTH,
+        initial_indent=f"   {label}",
+        subsequent_indent=" " * (3 + len(label)),
+        break_long_words=False,
     )
 
 
