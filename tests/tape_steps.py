@@ -220,6 +220,8 @@ def scaled():
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
         return loss
 
     return dict(model.named_parameters()), step

@@ -147,6 +147,7 @@ def _enter_function(state: _State, cls: type, args: tuple) -> FunctionCall | Non
         line=_caller(state),
         sequence=torch.autograd._get_sequence_nr() - 1,
     )
+    call.dtypes = {slot: state.tape.slots[slot].dtype for slot in call.inputs}
     call.first = len(state.tape.operations)
     state.tape.functions.append(call)
     state.call = call
@@ -299,8 +300,10 @@ def _function_hook(state: _State, call: BackwardCall, function: FunctionCall) ->
 def watched_optimizers(state: _State) -> Iterator[None]:
     """Marks the operations of an optimizer's step."""
 
-    def enter(*_: Any) -> None:
+    def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         state.optimizer_depth += 1
+        if any(call.accumulates for call in state.tape.backwards):
+            state.guarded(state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]])
 
     def leave(*_: Any) -> None:
         state.optimizer_depth = max(0, state.optimizer_depth - 1)

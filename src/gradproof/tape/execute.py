@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradproof.tape.operations import Operation, Ref, Slot, references, replace_references
-from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of
+from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of, written_arguments
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
@@ -43,6 +43,8 @@ def execute(
         return _fresh_memory(func, args, kwargs, dtype, fresh), ""
     if name == "detach" and operation.call is not None:
         return torch.ops.aten.alias.default(args[0]), ""  # inside a custom forward nothing is followed anyway
+    if torch.is_grad_enabled() and any(key in kwargs for _, key in written_arguments(func)):
+        return _functional_out(func, args, kwargs, dtype), ""
     if dtype is None or not hasattr(func, "_schema"):
         return func(*args, **kwargs), ""
     if name in FUSED_ATTENTION:
@@ -76,6 +78,19 @@ def _own_precision(
     except Exception as second:
         raise CannotReplay(f"{operation.name} cannot be run again: {_first_line(second)}") from second
     return _map(result, lambda t: converted(t, dtype)), f"{operation.name} was run in its own precision"
+
+
+def _functional_out(func: Any, args: tuple, kwargs: dict, dtype: torch.dtype | None) -> Any:
+    """op(…, out=x) as x.copy_(op(…)): autograd follows the second, not the first."""
+    outs = [kwargs[key] for _, key in written_arguments(func) if key in kwargs]
+    rest = {key: part for key, part in kwargs.items() if key not in {k for _, k in written_arguments(func)}}
+    if dtype is not None:
+        args, rest = _in_precision(name_of(func), args, dtype), _in_precision("", rest, dtype)
+    made = func.overloadpacket(*args, **rest)
+    values = [made] if isinstance(made, torch.Tensor) else list(made)
+    for out, value in zip(outs, values, strict=True):
+        out.copy_(value)
+    return outs[0] if isinstance(made, torch.Tensor) else tuple(outs)
 
 
 def _first_line(error: Exception) -> str:

@@ -104,6 +104,7 @@ class FunctionCall:
     outputs: list[int | None] = field(default_factory=list)
     # one entry a backward: (operation at which it ended, gradients in, gradients out, operations from)
     backwards: list[tuple[int, list[int | None], list[int | None], int]] = field(default_factory=list)
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     opaque: str = ""  # why its forward cannot be replayed operation by operation
 
     @property
@@ -156,7 +157,9 @@ class Tape:
     modules: list[ModuleCall] = field(default_factory=list)
     functions: list[FunctionCall] = field(default_factory=list)
     backwards: list[BackwardCall] = field(default_factory=list)
-    final_parameters: dict[int, int] = field(default_factory=dict)  # parameter -> slot that held it at the end
+    stepped: list[int] = field(default_factory=list)  # parameters that an operation of the step changed
+    # parameter -> (operation, .grad): as the optimizer saw it, or at the end
+    final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
     rng: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprints: torch.Tensor | list = field(default_factory=list)
     never_written: dict[int, str] = field(default_factory=dict)  # operation -> what it read

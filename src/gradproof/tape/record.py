@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -213,7 +213,10 @@ class _State:
         if is_random(func, args, kwargs):
             operation.frozen = _freeze(name, fresh or written)
         if not is_view(func) and name not in FRESH:
-            self.fingerprint(operation, fresh or written)
+            number = fingerprint(fresh or written)
+            if number is not None:
+                operation.fingerprint = len(self.tape.fingerprints)
+                self.tape.fingerprints.append(number)  # type: ignore[union-attr]
 
     def append(
         self,
@@ -252,13 +255,6 @@ class _State:
             self.forward_at.setdefault(torch.autograd._get_sequence_nr() - 1, operation.index)
         self.tape.operations.append(operation)
         return operation
-
-    def fingerprint(self, operation: Operation, tensors: list[torch.Tensor]) -> None:
-        """One number for what an operation made, so that a replay can tell whether it made the same."""
-        sums = [_sum(t) for t in tensors if t.layout == torch.strided and t.numel() > 0 and not t.is_complex()]
-        if sums:
-            operation.fingerprint = len(self.tape.fingerprints)
-            self.tape.fingerprints.append(sums[0] if len(sums) == 1 else sum(sums))  # type: ignore[union-attr]
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
@@ -342,7 +338,8 @@ class _State:
 
     def kind_and_name(self, tensor: torch.Tensor) -> tuple[str, str]:
         name = self.name_of_parameter(tensor)
-        if name is not None or isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+        free = not self.parameters and tensor.is_leaf and tensor.requires_grad  # nobody said what the parameters are
+        if name is not None or isinstance(tensor, torch.nn.Parameter) or free:
             self.parameters[id(tensor)] = tensor
             return "parameter", name or f"parameter{len(self.tape.parameters)}"
         if id(tensor) in self.buffers:
@@ -396,21 +393,30 @@ class _State:
             if fill:
                 tensor.fill_(SENTINEL)
 
+    def note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Which tensor is each parameter's .grad, when the optimizer is about to read it or the tape ends."""
+        for parameter in parameters:
+            slot = self.slot_of.get(parameter._cdata)
+            if slot is None or slot in self.tape.final_gradients or parameter.grad is None:
+                continue
+            gradient = self.slot_of.get(parameter.grad._cdata)
+            if gradient is not None:
+                self.tape.final_gradients[slot] = (len(self.tape.operations), gradient)
+
     def finish(self) -> None:
         """What the tape must own before training goes on."""
         tape = self.tape
         try:
-            for parameter in self.parameters.values():
-                slot = self.slot_of.get(parameter._cdata)
-                if slot is not None and any(slot in operation.writes for operation in tape.operations):
-                    tape.final_parameters[slot] = slot
+            written = {slot for operation in tape.operations for slot in operation.writes}
+            tape.stepped = [slot.index for slot in tape.parameters if slot.index in written]
+            self.note_gradients(self.parameters.values())
             for memory in tape.memories:
                 if not memory.kept:
                     memory.flat, memory.kept = memory.flat.clone(), True
             by_device: dict = {}
             prints = list(tape.fingerprints)
             for place, value in enumerate(prints):
-                by_device.setdefault(value.device, []).append((place, value.double()))
+                by_device.setdefault(value.device, []).append((place, value))
             tape.fingerprints = torch.empty(len(prints), dtype=torch.float64)
             for pairs in by_device.values():
                 places, values = zip(*pairs, strict=True)
@@ -479,12 +485,18 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """One number for what an operation made, so that a replay can tell whether it made the same."""
+    sums = [_sum(t) for t in tensors if t.layout == torch.strided and t.numel() > 0 and t.dtype in _SUMMED]
+    return sum(sums[1:], sums[0]) if sums else None
+
+
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+
+
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.sum(dtype=torch.float32)
-    if tensor.is_floating_point() and tensor.element_size() < 2:
-        return tensor.to(torch.float32).sum()
-    return tensor.sum()
+    low = tensor.dtype in (torch.float16, torch.bfloat16)
+    return (tensor.sum(dtype=torch.float32) if low else tensor.sum()).double()
 
 
 def _freeze(name: str, values: list[torch.Tensor]) -> tuple:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 
 from gradproof.tape.execute import CannotReplay, converted, execute
-from gradproof.tape.operations import BackwardCall, Operation, Ref, Tape, references
-from gradproof.tape.record import alias, load
+from gradproof.tape.operations import BackwardCall, FunctionCall, Operation, Ref, Tape
+from gradproof.tape.record import alias, fingerprint, load
 
 Leaves = Mapping[str, torch.Tensor] | Mapping[int, torch.Tensor]
 
@@ -49,8 +50,7 @@ def replay_forward(
 ) -> Replay:
     """The forward operations again, without gradients: losses and the slots asked for."""
     player = Player(tape, dtype, leaves, keep=keep, replace=replace)
-    with torch.no_grad():
-        player.play(_forward_operations(tape, until))
+    player.play(_forward_operations(tape, until))
     return player.replay
 
 
@@ -61,13 +61,13 @@ def replay_exactly(
     keep: Iterable[int] = (),
     fresh: float = 0.0,
     at: Mapping[int, list[Callable[[Player], None]]] | None = None,
+    before: Callable[[Player, Operation], None] | None = None,
     after: Callable[[Player, Operation], None] | None = None,
     replace: Mapping[int, Callable] | None = None,
 ) -> Replay:
-    """Every recorded operation again, backward and optimizer included; `at` and `after` look on."""
+    """Every recorded operation again, backward and optimizer included; `at`, `before` and `after` look on."""
     player = Player(tape, None, leaves, keep=keep, fresh=fresh, replace=replace)
-    with torch.no_grad():
-        player.play(tape.operations[:until], at=at, after=after)
+    player.play(tape.operations[:until], at=at, before=before, after=after)
     return player.replay
 
 
@@ -106,6 +106,7 @@ class Player:
         gradients_at: Iterable[int] = (),
         follow_cuts: bool = False,
         replace: Mapping[int, Callable] | None = None,
+        open_functions: bool = True,
     ) -> None:
         self.tape, self.dtype, self.fresh, self.autograd = tape, dtype, fresh, autograd
         self.follow_cuts = follow_cuts
@@ -114,10 +115,13 @@ class Player:
         self.replace = replace or {}
         self.replay = Replay()
         self.clone_saved = False
+        self.live_until = 0
         self.memory_of = {slot: memory for memory in tape.memories for slot in memory.views}
         self.flats: dict[int, torch.Tensor] = {}
         by_name = {slot.name: slot.index for slot in tape.leaves() if slot.name}
         self.overrides = {by_name[k] if isinstance(k, str) else k: v for k, v in (leaves or {}).items()}
+        calls_live = open_functions and (autograd or dtype is not None or bool(self.overrides))
+        self.opaque = [call for call in tape.functions if call.opaque] if calls_live else []
         self.last_write: dict[int, int] = {}
         for operation in tape.operations:
             for slot in operation.writes:
@@ -142,7 +146,7 @@ class Player:
         if id(memory) not in self.flats:
             flat = converted(memory.flat, self.dtype)
             changes = self.tape.slots[slot].storage in self.last_write
-            self.flats[id(memory)] = flat.clone() if flat is memory.flat and changes else flat
+            self.flats[id(memory)] = flat.detach().clone() if flat is memory.flat and changes else flat.detach()
         return self.flats[id(memory)].as_strided(*memory.views[slot]).detach()
 
     def argument(self, operation: Operation) -> Callable[[Ref], torch.Tensor]:
@@ -172,15 +176,19 @@ class Player:
         self,
         operations: list[Operation],
         at: Mapping[int, list[Callable]] | None = None,
+        before: Callable | None = None,
         after: Callable | None = None,
+        keep_for: Operation | None = None,
     ) -> None:
-        """Plays the operations in order, dropping what no later one needs."""
+        """Plays the operations in order, dropping what no later one (nor `keep_for`) needs."""
         at = at or {}
-        dies = self._last_uses(operations)
+        dies = self._last_uses(operations, keep_for)
         calls = {call.first: call for call in self.tape.top_backwards}
         pending = sorted(calls)
         compare = self.dtype is None and not self.overrides and not self.replace
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # the step has said them once
             for device in {"cpu", *(str(slot.device.type) for slot in self.tape.slots)}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             for operation in operations:
@@ -188,6 +196,12 @@ class Player:
                     self.root(calls[pending.pop(0)])
                 for look in at.get(operation.index, ()):
                     look(self)
+                while self.opaque and self.opaque[0].first <= operation.index:
+                    self.call_live(self.opaque.pop(0), operation.index)
+                if self.live_until > operation.index:
+                    continue
+                if before is not None:
+                    before(self, operation)
                 self.step(operation)
                 if compare and not self.autograd:
                     self.compare(operation)
@@ -196,7 +210,7 @@ class Player:
                 for slot in dies.get(operation.index, ()):
                     self.env.pop(slot, None)
             end = operations[-1].index + 1 if operations else 0
-            for first in pending:
+            for first in pending if keep_for is None else ():
                 if first <= end or self.autograd:
                     self.root(calls[first])
             for look in at.get(len(self.tape.operations), ()):
@@ -205,17 +219,18 @@ class Player:
             if slot in self.env or self.tape.slots[slot].made_by is None:
                 self.replay.values[slot] = self.value(slot).detach()
 
-    def _last_uses(self, operations: list[Operation]) -> dict[int, list[int]]:
+    def _last_uses(self, operations: list[Operation], keep_for: Operation | None) -> dict[int, list[int]]:
         last: dict[int, int] = {}
         for operation in operations:
             for slot in (*operation.reads, *operation.makes):
                 last[slot] = operation.index
-        stay: set[int] = set()
+        stay: set[int] = set(keep_for.reads) if keep_for is not None else set()
         for call in self.tape.backwards:
             stay.update(call.roots, (s for s in call.root_gradients if s is not None), call.inputs or ())
             stay.update(call.stored.values(), (gradient for _, _, gradient in call.contributions))
             if not self.autograd and self.dtype is None:
                 stay.update(gradient for _, _, gradient in call.received)
+        stay.update(gradient for _, gradient in self.tape.final_gradients.values())
         for function in self.tape.functions:
             for _, gradients_in, gradients_out, _ in function.backwards:
                 stay.update(s for s in (*gradients_in, *gradients_out) if s is not None)
@@ -233,7 +248,7 @@ class Player:
             return
         touched = {self.tape.slots[slot].storage for slot in (*operation.reads, *operation.makes)}
         self.clone_saved = any(self.last_write.get(storage, -1) > operation.index for storage in touched)
-        followed = self.autograd and (operation.grad_enabled or operation.call is not None)
+        followed = operation.grad_enabled or (self.autograd and operation.call is not None)
         try:
             with torch.set_grad_enabled(followed):
                 result, note = self._run(operation)
@@ -264,6 +279,8 @@ class Player:
 
     def _store(self, results: Any, values: Any, operation: Operation) -> None:
         if isinstance(results, Ref):
+            if results.slot in self.overrides and isinstance(values, torch.Tensor):
+                values = converted(self.overrides[results.slot].detach(), self.dtype).clone()
             if isinstance(values, torch.Tensor) and not (results.slot in operation.writes and results.slot in self.env):
                 self.env[results.slot] = values
                 self.hook(results.slot, values)
@@ -273,20 +290,41 @@ class Player:
             for part, value in zip(results, values, strict=False):
                 self._store(part, value, operation)
 
+    def call_live(self, call: FunctionCall, index: int) -> None:
+        """A function whose inside the tape cannot see is called again, with its own backward."""
+        if call.last <= index and call.last != call.first:
+            return  # not part of what is played
+
+        def arg(value: Any) -> Any:
+            if not isinstance(value, Ref):
+                return value
+            tensor = self.value(value.slot)
+            if self.autograd and value.tracked and not tensor.requires_grad:
+                tensor = self.env[value.slot] = tensor.detach().requires_grad_()
+            return tensor.to(call.dtypes[value.slot])
+
+        try:
+            with torch.set_grad_enabled(self.autograd):
+                result = call.cls.apply(*(arg(value) for value in call.args))  # type: ignore[attr-defined]
+        except Exception as error:
+            self.replay.notes[call.first] = f"{call.cls.__name__} could not be called again: {_first(error)}"
+            return
+        self.replay.notes[call.first] = f"{call.cls.__name__} was called as it is: {call.opaque}"
+        self.live_until = call.last
+        for slot, value in zip(call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False):
+            if slot is not None and isinstance(value, torch.Tensor):
+                self.env[slot] = converted(value, self.dtype)
+
     def compare(self, operation: Operation) -> None:
         """Notes the first operation whose result is not the recorded one."""
         if self.replay.departs_at is not None or operation.fingerprint is None:
             return
-        from gradproof.tape.record import _sum
-
         made = operation.makes or list(operation.writes)
-        tensors = [self.env[slot] for slot in made if slot in self.env]
-        sums = [_sum(t) for t in tensors if t.layout == torch.strided and t.numel() > 0 and not t.is_complex()]
-        if not sums:
+        now = fingerprint([self.env[slot] for slot in made if slot in self.env])
+        if now is None:
             return
-        now = float(sums[0].double() if len(sums) == 1 else sum(sums).double())  # type: ignore[union-attr]
         then = float(self.tape.fingerprints[operation.fingerprint])
-        if now != then and not (now != now and then != then):
+        if float(now) != then and not (now != now and then != then):
             self.replay.departs_at = operation.index
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -352,5 +390,3 @@ def real_contributions(tape: Tape, call: BackwardCall) -> list[tuple[int, int, i
     inside = [c for c in tape.backwards if c.nested and call.first <= c.first and c.last <= call.last]
     return sorted(triple for c in (call, *inside) for triple in c.contributions)
 
-
-__all__ = ["Player", "Replay", "differentiate", "real_contributions", "references", "replay_exactly", "replay_forward"]
