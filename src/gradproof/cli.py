@@ -47,6 +47,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
         "--schedule",
@@ -78,8 +79,16 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
+    from gradproof.experiments.examination import Examination
+
     outcome = script.run_program(
-        program, words[1:], out=args.out, schedule=args.schedule, budget=budget, quiet=args.quiet
+        program,
+        words[1:],
+        out=args.out,
+        schedule=args.schedule,
+        budget=budget,
+        quiet=args.quiet,
+        examiner=None if args.no_experiments else Examination,
     )
     exit_code = finish_run(outcome, words[0], args.json)
     if outcome.interrupted:

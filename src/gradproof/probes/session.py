@@ -26,6 +26,7 @@ from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.probes.reading import Reading
 from gradproof.probes.schedule import EVERYTHING, LIGHT, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.taping import Taping
 from gradproof.record.schema import DISTRIBUTION_FRAME, STATISTICS, STATISTICS_FRAME
 from gradproof.record.writer import RunWriter
 
@@ -142,6 +143,8 @@ class Session:
         self._ring: deque[tuple[int, list[str], np.ndarray]] = deque(maxlen=RING)
         self._in_flight: deque[tuple[OpenStep, int]] = deque()
         self._last_sampled = 0.0
+        self.losses: list[float] = []
+        self.taping: Taping | None = None
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
@@ -221,6 +224,11 @@ class Session:
             step.reading.add("norm_before_clip", measuring.local(before))
 
     @guarded
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.taping is not None:
+            self.taping.optimizer_begins(optimizer)
+
+    @guarded
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients are as the optimizer will use them; the weights are still the old ones."""
@@ -251,6 +259,8 @@ class Session:
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
+        if self.taping is not None:
+            self.taping.optimizer_ends()
         facts = self._facts(optimizer)
         named: dict[str, Tensor] = facts.pop("named", {})
         step.order.append("s")
@@ -383,10 +393,15 @@ class Session:
         )
         step.reading.send()
         self._in_flight.append((step, self.step))
+        self.losses.append(step.row.get("loss", math.nan))
+        if self.taping is not None:
+            self.taping.end()
         self.step += 1
         self._batch += 1
         self._begin_step()
         self._settle(MOST_IN_FLIGHT)
+        if self.taping is not None:
+            self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:
         self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
@@ -558,6 +573,11 @@ class Session:
             for name, values in zip(known, now, strict=True)
         }
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Every optimizer that has stepped."""
+        return [facts["object"] for facts in self._optimizers.values()]
+
     def cost(self) -> dict[str, Any]:
         """What watching has cost, and what the budget left out."""
         wall = time.perf_counter() - self.began
@@ -566,6 +586,8 @@ class Session:
             "wall_seconds": round(wall, 4),
             "share": round(self.own_seconds / wall, 5) if wall else 0.0,
             "steps": self.step,
+            "experiment_seconds": round(self.taping.spent, 4) if self.taping else 0.0,
+            "taped_steps": self.taping.taped if self.taping else 0,
             "bare_steps": self.purse.left_out,
             "budget": self.purse.budget if self._limited else None,
         }
@@ -592,6 +614,8 @@ class Session:
         self._outputs.detach()
         if os.getpid() != self.pid:
             return
+        if self.taping is not None:
+            self.taping.stop()
         self._close_guarded()
         self.alive = False
         self.writer.set_info(

@@ -298,20 +298,21 @@ def _function_hook(state: _State, call: BackwardCall, function: FunctionCall) ->
 
 @contextmanager
 def watched_optimizers(state: _State) -> Iterator[None]:
-    """Marks the operations of an optimizer's step."""
-
-    def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        state.optimizer_depth += 1
-        if any(call.accumulates for call in state.tape.backwards):
-            state.guarded(state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]])
-
-    def leave(*_: Any) -> None:
-        state.optimizer_depth = max(0, state.optimizer_depth - 1)
-
+    """Operations inside optimizer.step belong to the optimizer, except those of a closure."""
     with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(enter).remove)
-        stack.callback(register_optimizer_step_post_hook(leave).remove)
+        stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: enter_optimizer(state, optimizer)).remove)
+        stack.callback(register_optimizer_step_post_hook(lambda *_: leave_optimizer(state)).remove)
         yield
+
+
+def enter_optimizer(state: _State, optimizer: torch.optim.Optimizer) -> None:
+    state.optimizer_depth += 1
+    if any(call.accumulates for call in state.tape.backwards):
+        state.guarded(state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def leave_optimizer(state: _State) -> None:
+    state.optimizer_depth = max(0, state.optimizer_depth - 1)
 
 
 def _nested_tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -87,7 +87,8 @@ class Recorder:
         self._known_parameters = [] if names is None or callable(names) else list(names)
         self._stack = ExitStack()
 
-    def start(self) -> Tape:
+    def start(self, inside_optimizer_hook: bool = False) -> Tape:
+        """Inside a hook of an optimizer no other can be registered: there, enter_optimizer and leave_optimizer tell."""
         self.state = _State(self.tape, self._name_of, self._known_parameters)
         self.tape.rng["cpu"] = torch.get_rng_state()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -96,9 +97,16 @@ class Recorder:
         self._stack.enter_context(calls.watched_modules(self.state))
         self._stack.enter_context(calls.watched_functions(self.state))
         self._stack.enter_context(calls.watched_backwards(self.state))
-        self._stack.enter_context(calls.watched_optimizers(self.state))
+        if not inside_optimizer_hook:
+            self._stack.enter_context(calls.watched_optimizers(self.state))
         self._stack.enter_context(_Mode(self.state))
         return self.tape
+
+    def enter_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        calls.enter_optimizer(self.state, optimizer)
+
+    def leave_optimizer(self) -> None:
+        calls.leave_optimizer(self.state)
 
     def stop(self) -> Tape:
         self._stack.close()
