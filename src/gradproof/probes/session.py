@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
@@ -46,12 +47,18 @@ def guarded(method: Callable) -> Callable:
             return None
         start = time.perf_counter()
         try:
-            return method(self, *args)
+            if self.taping is None or not self.taping.active:
+                return method(self, *args)
+            with _disable_current_modes():  # what gradproof computes is no part of the step that is taped
+                return method(self, *args)
         except Exception as error:
             self.fail(error)
             return None
         finally:
             self.own_seconds += time.perf_counter() - start
+            if self._step_has_turned:
+                self._step_has_turned = False
+                self._turn_tape()
 
     return handler
 
@@ -145,6 +152,7 @@ class Session:
         self._last_sampled = 0.0
         self.losses: list[float] = []
         self.taping: Taping | None = None
+        self._step_has_turned = False
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
@@ -394,13 +402,16 @@ class Session:
         step.reading.send()
         self._in_flight.append((step, self.step))
         self.losses.append(step.row.get("loss", math.nan))
-        if self.taping is not None:
-            self.taping.end()
         self.step += 1
         self._batch += 1
         self._begin_step()
         self._settle(MOST_IN_FLIGHT)
-        if self.taping is not None:
+        self._step_has_turned = True
+
+    def _turn_tape(self) -> None:
+        """The last step's tape is examined, the next one's begun; both outside of what is measured or taped."""
+        if self.taping is not None and self.alive:
+            self.taping.end()
             self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:

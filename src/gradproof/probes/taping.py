@@ -43,6 +43,10 @@ class Taping:
         self.taped = 0
         self.broken: str | None = None
 
+    @property
+    def active(self) -> bool:
+        return self._recorder is not None
+
     def begin(self, step: int, compiled: bool) -> None:
         """A step begins: tape it or not."""
         self._turned = time.perf_counter()
