@@ -50,7 +50,7 @@ def windows(series, starts):
 def build():
     model = Forecaster()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.985)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.995)
     return model, optimizer, scheduler
 
 
@@ -101,6 +101,7 @@ def main():
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
+    print(f"val at resume {validation_loss(model, series):.5f}")
     best = fit(model, optimizer, scheduler, series, best, STEPS_PER_SITTING)
 
     model.load_state_dict(best["weights"])

@@ -72,7 +72,7 @@ def main():
         advantage = returns - values.detach()
         policy_loss = -(log_probs * advantage).mean()
         value_loss = (returns - values).pow(2).mean()
-        loss = policy_loss + 0.5 * value_loss
+        loss = policy_loss + 0.1 * value_loss
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)

@@ -43,7 +43,7 @@ torch.manual_seed(81)
 g = torch.Generator().manual_seed(82)
 model = RNN()
 criterion = nn.CrossEntropyLoss()
-opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 history = []
 for step in range(300):
     seq, first = batch(32, g)

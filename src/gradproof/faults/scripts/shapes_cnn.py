@@ -107,8 +107,8 @@ def main():
 
     model = ConvNet(len(CLASSES))
     criterion = nn.CrossEntropyLoss()
-    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.2)
+    optimizer = optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.2)
 
     for epoch in range(EPOCHS):
         loss = train_one_epoch(model, train_loader, criterion, optimizer)

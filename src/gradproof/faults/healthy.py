@@ -1,0 +1,5 @@
+"""Healthy runs."""
+
+from gradproof.faults.fault import Healthy
+
+HEALTHY: tuple[Healthy, ...] = ()
