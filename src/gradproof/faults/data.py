@@ -36,7 +36,8 @@ FAULTS = (
         (
             (
                 "for k in self.labels])\n",
-                "for k in self.labels])\n        self.images = self.images[torch.randperm(count, generator=generator)]\n",
+                "for k in self.labels])\n"
+                "        self.images = self.images[torch.randperm(count, generator=generator)]\n",
             ),
         ),
         ("val acc", -0.4),
@@ -202,13 +203,7 @@ FAULTS = (
         "axis-or-shape-error/batch-first",
         "char_lstm",
         ("nn.LSTM", "lstm"),
-        (
-            ("nn.LSTM(embed, hidden, batch_first=True)", "nn.LSTM(embed, hidden)"),
-            (
-                "            if state is not None:\n                state = tuple(s.detach() for s in state)\n            logits, state = self.model(x, state)",
-                "            logits, state = self.model(x)",
-            ),
-        ),
+        (("nn.LSTM(embed, hidden, batch_first=True)", "nn.LSTM(embed, hidden)"),),
         ("val loss", 0.3),
     ),
     Fault(
@@ -219,15 +214,10 @@ FAULTS = (
         ("knn accuracy", -0.1),
     ),
     Fault(
-        "axis-or-shape-error/best-over-the-batch",
+        "axis-or-shape-error/column-against-row",
         "grid_dqn",
-        ("max(dim=0)", "best_next"),
-        (
-            (
-                "self.target(next_states).max(dim=1).values",
-                "self.target(next_states).max(dim=0).values.mean()",
-            ),
-        ),
+        ("gather", "smooth_l1_loss"),
+        ((".gather(1, actions[:, None]).squeeze(1)", ".gather(1, actions[:, None])"),),
         ("success", -0.2),
     ),
     # input-or-target-scale
@@ -276,10 +266,11 @@ FAULTS = (
         "spirals_mlp",
         ("idx = perm",),
         (
-            ("    perm = torch.randperm(len(X_train))\n", "    perm = torch.arange(len(X_train))\n"),
+            ("    perm = torch.randperm(len(X_train))\n", ""),
+            ("batch_size = 48\n", "batch_size = 48\nperm = torch.randperm(len(X_train))\n"),
             ("perm[i : i + batch_size]", "perm[:batch_size]"),
         ),
-        ("val_loss", 0.3),
+        ("val_loss", 0.2),
     ),
     Fault(
         "data-order-or-sampling/same-batch",

@@ -38,6 +38,7 @@ class Healthy:
 
     name: str
     script: str
+    good: tuple[str, float, float]  # a printed metric, and the range it ends in
     edits: Edits = ()
 
 

@@ -1,4 +1,4 @@
-"""Faults in how gradients come about: non-finite values, backwards, accumulation, clipping, cut and uncut paths."""
+"""Faults in how gradients come about: non-finite values, backwards, accumulation, clipping, cut paths."""
 
 from gradproof.faults.fault import Fault
 
@@ -96,8 +96,8 @@ FAULTS = (
         ("LayerNormFn", "dxhat.mean"),
         (
             (
-                "dx = dxhat - dxhat.mean(dim=-1, keepdim=True) - xhat * (dxhat * xhat).mean(dim=-1, keepdim=True)",
-                "dx = dxhat - dxhat.mean(dim=-1, keepdim=True) + xhat * (dxhat * xhat).mean(dim=-1, keepdim=True)",
+                "dxhat.mean(dim=-1, keepdim=True) - xhat * (dxhat * xhat).mean(dim=-1, keepdim=True)",
+                "dxhat.mean(dim=-1, keepdim=True) + xhat * (dxhat * xhat).mean(dim=-1, keepdim=True)",
             ),
         ),
         ("test error", 0.02),
@@ -309,7 +309,8 @@ FAULTS = (
         (
             (
                 "\nfor epoch in range(EPOCHS):\n",
-                "model.blocks = nn.Sequential(*[MixerBlock(16, 48) for _ in range(3)])\n\nfor epoch in range(EPOCHS):\n",
+                "model.blocks = nn.Sequential(*[MixerBlock(16, 48) for _ in range(3)])\n\n"
+                "for epoch in range(EPOCHS):\n",
             ),
         ),
         ("val_acc", -0.1),

@@ -1,4 +1,4 @@
-"""Faults in the network itself: modes, normalisation, growth and decay of the signal, the start, dead units."""
+"""Faults in the network itself: modes, normalisation, growing and dying signals, the start, dead units."""
 
 from gradproof.faults.fault import Fault
 
@@ -17,7 +17,7 @@ FAULTS = (
         ("model.eval()", "features"),
         (
             ("    model.train()\n    total, seen = 0.0, 0\n", "    total, seen = 0.0, 0\n"),
-            ("    for epoch in range(EPOCHS):\n", "    model.train()\n    for epoch in range(EPOCHS):\n"),
+            ('    print(f"untrained', '    model.train()\n    print(f"untrained'),
         ),
         ("val acc", -0.1),
     ),
@@ -52,7 +52,7 @@ FAULTS = (
         ("train-eval-mode-error",),
     ),
     Fault(
-        "normalization-error/eps",
+        "normalization-error/layernorm-eps",
         "masked_lm",
         ("LayerNorm", "norm"),
         (
@@ -83,7 +83,7 @@ FAULTS = (
         ("lr-too-high", "grad-clip-misuse"),
     ),
     Fault(
-        "exploding-signal/recurrent-gain",
+        "exploding-signal/gain-above-one",
         "recall_rnn",
         ("gain", "cell.wh", "orthogonal_"),
         (("gain=1.0", "gain=4.0"),),
@@ -112,7 +112,7 @@ FAULTS = (
         ("val acc", -0.3),
     ),
     Fault(
-        "vanishing-signal/recurrent-gain",
+        "vanishing-signal/gain-below-one",
         "recall_rnn",
         ("gain", "cell.wh", "orthogonal_"),
         (("gain=1.0", "gain=0.4"),),
@@ -159,7 +159,10 @@ FAULTS = (
         (
             (
                 "model = VAE()\n",
-                "model = VAE()\nfor module in model.modules():\n    if isinstance(module, nn.Linear):\n        nn.init.constant_(module.bias, -4.6)\n",
+                "model = VAE()\n"
+                "for module in model.modules():\n"
+                "    if isinstance(module, nn.Linear):\n"
+                "        nn.init.constant_(module.bias, -4.6)\n",
             ),
         ),
         ("pixels off per glyph", 3.0),
@@ -172,7 +175,9 @@ FAULTS = (
         (
             (
                 "        self.q = nn.Linear(96, len(MOVES))\n",
-                "        self.q = nn.Linear(96, len(MOVES))\n        for layer in (self.fc1, self.fc2, self.q):\n            nn.init.constant_(layer.bias, -2.0)\n",
+                "        self.q = nn.Linear(96, len(MOVES))\n"
+                "        for layer in (self.fc1, self.fc2, self.q):\n"
+                "            nn.init.constant_(layer.bias, -2.0)\n",
             ),
         ),
         ("success", -0.3),

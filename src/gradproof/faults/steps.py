@@ -5,14 +5,14 @@ from gradproof.faults.fault import Fault
 FAULTS = (
     # lr-too-high
     Fault(
-        "lr-too-high/learning-rate",
+        "lr-too-high/large-learning-rate",
         "spirals_mlp",
         (),
         (("lr=0.1, momentum=0.9", "lr=3.0, momentum=0.9"),),
         ("val_loss", 0.3),
     ),
     Fault(
-        "lr-too-high/learning-rate",
+        "lr-too-high/large-learning-rate",
         "tiny_gpt",
         (),
         (("learning_rate = 4e-3", "learning_rate = 0.4"),),
@@ -29,7 +29,7 @@ FAULTS = (
         ("loss", 0.5),
     ),
     Fault(
-        "lr-too-high/learning-rate",
+        "lr-too-high/large-learning-rate",
         "cascade",
         (),
         (("lr=2e-3, weight_decay", "lr=0.2, weight_decay"),),
@@ -37,21 +37,21 @@ FAULTS = (
     ),
     # lr-too-low
     Fault(
-        "lr-too-low/learning-rate",
+        "lr-too-low/small-learning-rate",
         "moons_diffusion",
         (),
         (("lr=2e-3", "lr=2e-6"),),
         ("loss", 0.2),
     ),
     Fault(
-        "lr-too-low/learning-rate",
+        "lr-too-low/small-learning-rate",
         "vae_glyphs",
         (),
         (("lr=2e-3", "lr=1e-6"),),
         ("Average loss", 5.0),
     ),
     Fault(
-        "lr-too-low/learning-rate",
+        "lr-too-low/small-learning-rate",
         "spirals_mlp",
         (),
         (("lr=0.1, momentum=0.9", "lr=1e-4, momentum=0.9"),),
@@ -117,7 +117,7 @@ FAULTS = (
         ("val acc", -0.2),
     ),
     Fault(
-        "optimizer-config/eps",
+        "optimizer-config/adam-eps",
         "masked_lm",
         ("eps",),
         (("lr=3e-3)", "lr=3e-3, eps=1.0)"),),
@@ -192,7 +192,9 @@ FAULTS = (
         (
             (
                 "            loss = F.cross_entropy(model(x), y)\n            loss.backward()\n",
-                "            with model.no_sync():\n                loss = F.cross_entropy(model(x), y)\n                loss.backward()\n",
+                "            with model.no_sync():\n"
+                "                loss = F.cross_entropy(model(x), y)\n"
+                "                loss.backward()\n",
             ),
         ),
         ("replica gap", 1e-3),
@@ -284,20 +286,6 @@ FAULTS = (
         ("samples to data", 0.1),
     ),
     Fault(
-        "aliasing-or-inplace/saved-tensor-overwritten",
-        "custom_ops_autoencoder",
-        ("xhat.mul_", "LayerNormFn"),
-        (
-            ("return xhat * gain + shift", "return xhat.mul_(gain).add_(shift)"),
-            (
-                "self.gain = nn.Parameter(torch.ones(dim))",
-                "self.gain = nn.Parameter(torch.full((dim,), 2.0))",
-            ),
-        ),
-        ("test error", 0.02),
-        ("wrong-gradient",),
-    ),
-    Fault(
         "aliasing-or-inplace/one-reward-buffer",
         "reach_reinforce",
         ("self.reward", "rewards.append"),
@@ -307,8 +295,10 @@ FAULTS = (
                 "    def __init__(self):\n        self.reward = torch.zeros(ENVS)\n\n    def reset(self):\n",
             ),
             (
-                "        reward = -(self.goal - self.position).abs()\n        return self.observe(), reward\n",
-                "        self.reward.copy_(-(self.goal - self.position).abs())\n        return self.observe(), self.reward\n",
+                "        reward = -(self.goal - self.position).abs()\n"
+                "        return self.observe(), reward\n",
+                "        self.reward.copy_(-(self.goal - self.position).abs())\n"
+                "        return self.observe(), self.reward\n",
             ),
         ),
         ("return", -0.5),

@@ -110,6 +110,7 @@ def main():
     optimizer = optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
     scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.2)
 
+    print(f"untrained - val acc: {evaluate(model, val_loader):.4f}")
     for epoch in range(EPOCHS):
         loss = train_one_epoch(model, train_loader, criterion, optimizer)
         scheduler.step()
