@@ -47,7 +47,7 @@ FAMILIES = [
     "aliasing-or-inplace",
     "optimizer-config",
 ]
-GIVE_AWAY = r"\b(?:bugs?|buggy|wrong|broken|faults?|faulty|mistake|incorrect|oops|fixme|todo|hack|healthy|gradproof)\b"
+GIVE_AWAY = r"\b(?:bug|buggy|wrong|broken|fault|mistake|incorrect|oops|fixme|todo|hack|healthy|gradproof)\b"
 NUMBER = r"[-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf)"
 
 

@@ -67,7 +67,7 @@ FAULTS = (
     Fault(
         "loss-mask-error/padding-id-as-ignored",
         "masked_lm",
-        ("ignore_index", "PAD"),
+        ("ignore_index", "torch.where(chosen"),
         (("torch.where(chosen, tokens, IGNORE)", "torch.where(chosen, tokens, PAD)"),),
         ("filled in", -0.1),
     ),
@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         "loss-scale-or-sign/sum-instead-of-mean",
         "house_prices",
-        ("sum()", "mse"),
+        ("** 2).sum()", "loss = mse("),
         (("((prediction - target) ** 2).mean()", "((prediction - target) ** 2).sum()"),),
         ("mse", 1.0),
         ("lr-too-high",),
@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "axis-or-shape-error/column-against-row",
         "house_prices",
-        ("prediction - target", "mse"),
+        ("prediction - target", "loss = mse("),
         (("return self.layers(x).squeeze(-1)", "return self.layers(x)"),),
         ("r2", -0.5),
     ),

@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "forward-nonfinite/division-by-zero-rms",
         "cascade",
-        ("scale", "rms(out)", "stages.0"),
+        ("scale = ", "out * scale", "stages.0"),
         (
             (
                 "        self.output_proj = nn.Linear(WIDTH, D)\n",
@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "backward-nonfinite/rms-of-zeros",
         "cascade",
-        ("sqrt()", "rms", "stages.0"),
+        ("keepdim=True).sqrt()", "rms(out)", "stages.0"),
         (
             (
                 "        self.output_proj = nn.Linear(WIDTH, D)\n",
@@ -266,7 +266,7 @@ FAULTS = (
     Fault(
         "missing-stop-gradient/student-as-its-own-target",
         "byol",
-        ("target =", "self.student(b)"),
+        ("self.student(b)",),
         (
             (
                 "        with torch.no_grad():\n            target = F.normalize(self.teacher(b), dim=1)\n",
@@ -278,7 +278,7 @@ FAULTS = (
     Fault(
         "missing-stop-gradient/baseline",
         "reach_reinforce",
-        ("advantage", "values"),
+        ("advantage =", "log_probs * advantage"),
         (("returns - values.detach()", "returns - values"),),
         ("value loss", 3.0),
     ),
@@ -318,8 +318,9 @@ FAULTS = (
     Fault(
         "param-not-updated/other-networks-parameters",
         "ring_gan",
-        ("opt_d", "D"),
+        ("opt_d = ",),
         (("opt_d = torch.optim.Adam(D.parameters()", "opt_d = torch.optim.Adam(G.parameters()"),),
         ("near", -0.3),
+        ("optimizer-config",),
     ),
 )

@@ -7,7 +7,7 @@ FAULTS = (
     Fault(
         "train-eval-mode-error/keep-probability",
         "spirals_mlp",
-        ("nn.Dropout", "drop"),
+        ("nn.Dropout", "self.drop"),
         (("nn.Dropout(0.05)", "nn.Dropout(0.95)"),),
         ("val_loss", 0.3),
     ),
@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "normalization-error/layernorm-eps",
         "masked_lm",
-        ("LayerNorm", "norm"),
+        ("nn.LayerNorm", "norm1", "norm2"),
         (
             ("self.norm1 = nn.LayerNorm(dim)", "self.norm1 = nn.LayerNorm(dim, eps=1e3)"),
             ("self.norm2 = nn.LayerNorm(dim)", "self.norm2 = nn.LayerNorm(dim, eps=1e3)"),
@@ -65,7 +65,7 @@ FAULTS = (
     Fault(
         "normalization-error/batchnorm-of-two",
         "deep_residual",
-        ("BatchNorm1d", "norm"),
+        ("BatchNorm1d", "self.norm(x)"),
         (
             ("        self.norm = nn.LayerNorm(width)\n", "        self.norm = nn.BatchNorm1d(width)\n"),
             ("MICRO = 16\n", "MICRO = 2\n"),
@@ -85,7 +85,7 @@ FAULTS = (
     Fault(
         "exploding-signal/gain-above-one",
         "recall_rnn",
-        ("gain", "cell.wh", "orthogonal_"),
+        ("gain=", "cell.wh"),
         (("gain=1.0", "gain=4.0"),),
         ("recall", -0.3),
         ("bad-init",),
@@ -99,6 +99,7 @@ FAULTS = (
             ("return x + self.fc2(h) / DEPTH**0.5", "return x + self.fc2(h)"),
         ),
         ("val acc", -0.3),
+        ("bad-init", "normalization-error"),
     ),
     # vanishing-signal
     Fault(
@@ -114,7 +115,7 @@ FAULTS = (
     Fault(
         "vanishing-signal/gain-below-one",
         "recall_rnn",
-        ("gain", "cell.wh", "orthogonal_"),
+        ("gain=", "cell.wh"),
         (("gain=1.0", "gain=0.4"),),
         ("recall", -0.3),
         ("bad-init",),
@@ -133,6 +134,7 @@ FAULTS = (
         ("std=", "_init_weights"),
         (("std=0.04", "std=2.0"),),
         ("loss", 0.5),
+        ("exploding-signal",),
     ),
     Fault(
         "bad-init/zero-factors",

@@ -23,7 +23,7 @@ FAULTS = (
         "tiny_gpt",
         (),
         (
-            ("learning_rate = 4e-3", "learning_rate = 3e-2"),
+            ("learning_rate = 4e-3", "learning_rate = 2e-2"),  # trains well with the warmup
             ("    if step < warmup_steps:\n        return learning_rate * (step + 1) / warmup_steps\n", ""),
         ),
         ("loss", 0.5),
@@ -119,7 +119,7 @@ FAULTS = (
     Fault(
         "optimizer-config/adam-eps",
         "masked_lm",
-        ("eps",),
+        ("eps=",),
         (("lr=3e-3)", "lr=3e-3, eps=1.0)"),),
         ("filled in", -0.3),
         ("lr-too-low",),
@@ -269,6 +269,7 @@ FAULTS = (
             ),
         ),
         ("success", -0.2),
+        ("param-not-updated",),
     ),
     # aliasing-or-inplace
     Fault(
