@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,7 +27,19 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     if bad.scaled:  # a GradScaler skips this step: that is its work
         return
     evidence.memory["located"] = True
-    yield verdict_of(bad)
+    found = verdict_of(bad)
+    if diverged(evidence.losses):  # the numbers grew until they overflowed: this is the end of the story, not its cause
+        found = replace(found, level="note")
+    yield found
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """The loss had grown a hundredfold over its usual size before it stopped being finite."""
+    finite = [abs(loss) for loss in losses if math.isfinite(loss)]
+    if len(finite) < 3:
+        return False
+    usual = sorted(finite)[len(finite) // 2] if len(finite) > 8 else finite[0]
+    return finite[-1] > 100 * usual + 1e-12 or max(finite[-3:]) > 100 * finite[0] + 1e-12
 
 
 def step_is_nonfinite(evidence: Evidence) -> bool:

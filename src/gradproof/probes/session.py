@@ -153,6 +153,7 @@ class Session:
         self.losses: list[float] = []
         self.taping: Taping | None = None
         self._step_has_turned = False
+        self._recent: dict[tuple[Any, str], deque[float]] = {}
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
@@ -479,8 +480,24 @@ class Session:
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
         if broken and self._nonfinite_step is None:
             self._saw_nonfinite()
+        if self.taping is not None:
+            self.taping.trouble = self._trouble_is_brewing(row)
         if self._on_row is not None:
             self._on_row(row)
+
+    def _trouble_is_brewing(self, row: dict[str, Any]) -> bool:
+        """The loss or the gradient is far above what it was in the last steps: the next steps are worth a tape."""
+        brewing = False
+        for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
+            value = row.get(column)
+            if value is None:
+                continue
+            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
+            usual = float(np.median(recent)) if len(recent) >= 5 else math.inf
+            brewing |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
+            if math.isfinite(value):
+                recent.append(value)
+        return brewing
 
     def _write_statistics(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
         raw = np.concatenate([found[f"stats {i}"] for i in _starts(found, "stats ")])
