@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 # name -> the module that defines it, imported on first use: `import gradproof` must not import torch
 _HOME = {
     "watch": "gradproof.probes.watch",
+    "cross_entropy": "gradproof.kernels.cross_entropy",
+    "linear_cross_entropy": "gradproof.kernels.linear_cross_entropy",
 }
 
 __all__ = ["__version__", *_HOME]
