@@ -69,6 +69,7 @@ def losses_and_gradient(
     if options.label_smoothing:
         losses += options.label_smoothing / v * (_total(w, v) * lse - spread)
     losses = torch.where(valid, losses, 0.0)
+    lse = torch.where(valid, lse, 0.0)
     return losses.to(working).view(targets.shape), lse.to(working).view(targets.shape)
 
 
