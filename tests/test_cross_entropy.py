@@ -13,12 +13,11 @@ from gradproof.numerics.difference import difference
 from gradproof.numerics.formats import ulp
 
 INF, NAN = math.inf, math.nan
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
+@pytest.fixture
+def device(loss_device):
+    return loss_device
 
 
 def make(n, v, *, std=3.0, seed=0, dtype=torch.float32, device="cpu"):

@@ -7,6 +7,10 @@ target out, so that a confident target keeps a right loss and gradient (`LossOpt
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -42,8 +46,8 @@ def cross_entropy(
     +inf or NaN, or of nothing but -inf, has loss and gradient NaN. A target out of range raises on a CPU; on
     a GPU, where looking would wait, it makes its loss and its row of the gradient NaN, and
     `check_targets_in_range` names it. `in_place` writes the gradient over the logits; under torch.compile,
-    where the backward is a kernel of its own, it changes nothing. The log-sum-exp is returned detached, as its
-    gradient is what `z_loss` is for, and 0 where masked.
+    whose backward is a kernel of its own, it changes nothing. The log-sum-exp comes back detached, as its
+    gradient is what `z_loss` is for, and is 0 where masked.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap or 0.0, reduction)
     check_loss_inputs(logits.shape, logits.dtype, targets, mask, weight)
@@ -55,32 +59,24 @@ def cross_entropy(
     return (loss, lse) if return_lse else loss
 
 
-def losses_and_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    weight: Tensor | None,
-    options: LossOptions,
-    scale: Tensor,
-    gradient: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each position, scale times the gradient into its place, by the best backend."""
-    return torch_loss.losses_and_gradient(logits, targets, mask, weight, options, scale, gradient)
+def backend_of(x: Tensor) -> ModuleType:
+    """Triton for a tensor on a GPU where it is installed, torch operators elsewhere."""
+    if x.is_cuda and find_spec("triton"):
+        return import_module("gradproof.kernels.triton_loss")
+    return torch_loss
 
 
 def scale_of_loss(
     targets: Tensor, mask: Tensor | None, weight: Tensor | None, options: LossOptions
 ) -> Tensor:
-    """What the reduction multiplies each position's loss by."""
+    """What the reduction multiplies each position's loss by, as a number on the device."""
     if options.reduction != "mean":
         return torch.ones((), dtype=torch.float64, device=targets.device)
-    return torch_loss.mean_scale(targets, mask, weight, options.ignore_index)
+    return backend_of(targets).mean_scale(targets, mask, weight, options.ignore_index)
 
 
 def reduce_losses(losses: Tensor, scale: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return losses
-    return (losses.sum(dtype=torch.float64) * scale).to(losses.dtype)
+    return losses if reduction == "none" else backend_of(losses).add_losses(losses, scale)
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, classes: int) -> None:
@@ -99,7 +95,9 @@ def _loss(
 ) -> tuple[Tensor, Tensor]:
     check_targets(targets, mask, options.ignore_index, logits.shape[-1])
     scale = scale_of_loss(targets, mask, weight, options)
-    losses, lse = losses_and_gradient(logits, targets, mask, weight, options, scale, gradient)
+    losses, lse = backend_of(logits).losses_and_gradient(
+        logits, targets, mask, weight, options, scale, gradient
+    )
     return reduce_losses(losses, scale, options.reduction), lse
 
 
@@ -176,7 +174,7 @@ def _cross_entropy_backward(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, reduction)
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     scale = scale_of_loss(targets, mask, weight, options) * dloss
-    losses_and_gradient(logits, targets, mask, weight, options, scale, gradient)
+    backend_of(logits).losses_and_gradient(logits, targets, mask, weight, options, scale, gradient)
     return gradient
 
 
@@ -229,6 +227,4 @@ def _fake_loss(logits: Tensor, targets: Tensor, reduction: str) -> tuple[Tensor,
 @torch.library.custom_op("gradproof::scale_rows", mutates_args={"gradient"})
 def scale_rows(gradient: Tensor, scale: Tensor) -> None:
     """Multiply the rows of gradient (..., V) by one number, or one for each row; a single 1 costs nothing."""
-    if scale.dim() == 0 and scale.is_cpu and scale.item() == 1:
-        return
-    gradient.mul_(scale.to(gradient.dtype) if scale.dim() == 0 else scale[..., None].to(gradient.dtype))
+    backend_of(gradient).scale_rows(gradient, scale)

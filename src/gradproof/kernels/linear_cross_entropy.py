@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from gradproof.errors import UserError
 from gradproof.kernels.cross_entropy import (
+    backend_of,
     check_targets,
-    losses_and_gradient,
     reduce_losses,
     scale_of_loss,
     scale_rows,
@@ -63,7 +63,7 @@ def linear_cross_entropy(
 
 
 class _WithGradients(torch.autograd.Function):
-    """The loss whose gradients are made with it, except for reduction="none"; backward scales them in place."""
+    """The loss whose gradients are made with it, except for reduction="none"."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, mask, class_weight, numbers, wants):
@@ -116,7 +116,7 @@ def _by_slabs(
         h = hidden[here]
         x, dx = logits[: len(h)], dlogits[: len(h)]
         multiply(h, weight.mT, out=x)
-        losses[here], lses[here] = losses_and_gradient(
+        losses[here], lses[here] = backend_of(x).losses_and_gradient(
             x,
             targets[here],
             None if mask is None else mask[here],

@@ -80,6 +80,18 @@ def mean_scale(targets: Tensor, mask: Tensor | None, weight: Tensor | None, igno
     return torch.where(valid.any(), 1 / counts.sum(dtype=torch.float64), 1.0)
 
 
+def add_losses(losses: Tensor, scale: Tensor) -> Tensor:
+    """scale * sum of the losses."""
+    return (losses.sum(dtype=torch.float64) * scale).to(losses.dtype)
+
+
+def scale_rows(gradient: Tensor, scale: Tensor) -> None:
+    """Multiply the rows of gradient (..., V) by one number, or by one each; on a CPU a 1 costs nothing."""
+    if scale.dim() == 0 and scale.is_cpu and scale.item() == 1:
+        return
+    gradient.mul_(scale.to(gradient.dtype) if scale.dim() == 0 else scale[..., None].to(gradient.dtype))
+
+
 def _exponentiate(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (R, V) becomes exp(x - shift), 0 at the target; shift, the target's x and exp, the others' sum."""
     shift = _exact_shift(x.amax(1))

@@ -1,0 +1,27 @@
+"""What tests share: the interpreter of Triton where there is no GPU, and a walk through the loss backends."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+
+@pytest.fixture(params=["torch", "triton"])
+def loss_device(request, monkeypatch):
+    """The device to put tensors on, with the losses computed by one backend and then by the other."""
+    import numpy as np
+    import torch
+
+    from gradproof.kernels import cross_entropy, linear_cross_entropy, torch_loss
+
+    if request.param == "triton":
+        backend = pytest.importorskip("gradproof.kernels.triton_loss")
+    else:
+        backend = torch_loss
+    for module in (cross_entropy, linear_cross_entropy):
+        monkeypatch.setattr(module, "backend_of", lambda x: backend)
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns where a GPU gives inf
+        yield "cuda" if torch.cuda.is_available() else "cpu"
