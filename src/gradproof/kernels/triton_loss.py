@@ -170,14 +170,14 @@ def _zero_row(out, lo, hi, BLOCK: tl.constexpr):
 def _by_slices(
     logits, gradient, targets, masks, weights, w_sum, scales, losses, lses, posts, counters,
     v, per_outer, x_outer, x_inner, g_outer, g_inner, ignore_index, smoothing, z_loss, softcap,
-    SLICES: tl.constexpr, BLOCK: tl.constexpr, RELOAD: tl.constexpr, TICKET: tl.constexpr,
+    slices, MANY: tl.constexpr, BLOCK: tl.constexpr, RELOAD: tl.constexpr, TICKET: tl.constexpr,
     WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PER_ROW: tl.constexpr,
     WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, POSTS: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a slice of a row: SLICES * BLOCK >= v."""
+    """One CTA a slice of a row: slices * BLOCK >= v."""
     ticket = tl.atomic_add(counters, 1, sem="relaxed") if TICKET else tl.program_id(0)
-    row = ticket // SLICES
-    part = ticket % SLICES
+    row = ticket // slices
+    part = ticket % slices
     start = (row // per_outer).to(tl.int64) * x_outer + (row % per_outer).to(tl.int64) * x_inner
     out = gradient + (row // per_outer).to(tl.int64) * g_outer + (row % per_outer).to(tl.int64) * g_inner
     y, valid = _target_of_row(targets, masks, row, ignore_index, HAS_MASK)
@@ -196,20 +196,20 @@ def _by_slices(
     x_y = _target_logit(logits, start, y, v, softcap, WIDE, SOFTCAP)
     e, scale, total = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
     spread = _spread(x, offsets, inside, weights, v, HAS_WEIGHT, BLOCK) if SMOOTH else 0.0
-    if SLICES > 1:
+    if MANY:
         # post mine, wait for all of the row, add them up in the order of the slices
-        post = posts + (row.to(tl.int64) * SLICES + part) * 3
+        post = posts + (row.to(tl.int64) * slices + part) * 3
         tl.store(post, scale)
         tl.store(post + 1, total)
         tl.store(post + 2, spread)
         tl.debug_barrier()
         tl.atomic_add(counters + 1 + row, 1, sem="release", scope="gpu")
-        while tl.atomic_add(counters + 1 + row, 0, sem="acquire", scope="gpu") < SLICES:
+        while tl.atomic_add(counters + 1 + row, 0, sem="acquire", scope="gpu") < slices:
             pass
         tl.debug_barrier()
         each = tl.arange(0, POSTS)
-        here = each < SLICES
-        post = posts + (row.to(tl.int64) * SLICES + each) * 3
+        here = each < slices
+        post = posts + (row.to(tl.int64) * slices + each) * 3
         all_scales = tl.load(post, mask=here, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(post + 1, mask=here, other=0.0, cache_modifier=".cg")
         row_scale = tl.max(all_scales, 0)
@@ -405,9 +405,9 @@ def losses_and_gradient(
     slices = triton.cdiv(v, launch.block)
     posts = torch.empty(rows * slices * 3 if slices > 1 else 0, dtype=torch.float64, device=x.device)
     counters = torch.zeros(1 + rows if slices > 1 else 1, dtype=torch.int32, device=x.device)
-    flags |= {"SLICES": slices, "POSTS": triton.next_power_of_2(slices)}
+    flags |= {"MANY": slices > 1, "POSTS": max(16, triton.next_power_of_2(slices))}
     flags |= {"RELOAD": launch.reload, "TICKET": launch.ticket and slices > 1}
-    _by_slices[(rows * slices,)](*arguments, posts, counters, *numbers, **flags)
+    _by_slices[(rows * slices,)](*arguments, posts, counters, *numbers, slices, **flags)
     return losses, lses
 
 
