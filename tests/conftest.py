@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 
 @pytest.fixture(params=["torch", "triton"])

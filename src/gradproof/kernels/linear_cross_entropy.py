@@ -146,7 +146,9 @@ def multiply(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if add else torch.mm(
+            a, b, out_dtype=out.dtype, out=out
+        )
     elif add:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
     else:

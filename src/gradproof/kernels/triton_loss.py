@@ -100,11 +100,12 @@ def _finish_row(
     # lse - x_y = log(1 + others / e_y): the difference itself cancels for a confident target
     confident = e_y >= others
     nll = tl.where(confident, _log1p(others / tl.where(confident, e_y, 1.0)), log_d + (scale - x_y))
-    w_y = tl.load(weights + y).to(tl.float64) if HAS_WEIGHT else 1.0
+    known = (y >= 0) & (y < v)
+    w_y = tl.load(weights + y, mask=known, other=float("nan")).to(tl.float64) if HAS_WEIGHT else 1.0
     hard = (1.0 - smoothing) * w_y
     soft = smoothing / v
     loss = hard * nll + z_loss * lse * lse
-    w_total = tl.load(w_sum) if SMOOTH and HAS_WEIGHT else v.to(tl.float64)
+    w_total = tl.load(w_sum) if SMOOTH and HAS_WEIGHT else tl.full((), v, tl.float64)
     if SMOOTH:
         loss += soft * (w_total * lse - spread)
     if write:
@@ -166,36 +167,55 @@ def _zero_row(out, lo, hi, BLOCK: tl.constexpr):
         tl.store(out + offsets, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offsets < hi)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slices"])
 def _by_slices(
     logits, gradient, targets, masks, weights, w_sum, scales, losses, lses, posts, counters,
     v, per_outer, x_outer, x_inner, g_outer, g_inner, ignore_index, smoothing, z_loss, softcap,
-    slices, MANY: tl.constexpr, BLOCK: tl.constexpr, RELOAD: tl.constexpr, TICKET: tl.constexpr,
-    WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PER_ROW: tl.constexpr,
+    slices, MANY: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RELOAD: tl.constexpr,
+    TICKET: tl.constexpr, WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PER_ROW: tl.constexpr,
     WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, POSTS: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a slice of a row: slices * BLOCK >= v."""
+    """One CTA a slice of a row; slices * BLOCK cover it.
+
+    With SHIFT, slices are counted from the last multiple of 8 entries before the row, so that loads and stores
+    of a row that starts anywhere are 16 bytes wide; loads reach into the neighbouring rows, stores do not.
+    """
     ticket = tl.atomic_add(counters, 1, sem="relaxed") if TICKET else tl.program_id(0)
     row = ticket // slices
     part = ticket % slices
     start = (row // per_outer).to(tl.int64) * x_outer + (row % per_outer).to(tl.int64) * x_inner
     out = gradient + (row // per_outer).to(tl.int64) * g_outer + (row % per_outer).to(tl.int64) * g_inner
     y, valid = _target_of_row(targets, masks, row, ignore_index, HAS_MASK)
-    low = part * BLOCK
     if not valid:
         if WANT:
-            _zero_row(out, low, tl.minimum(low + BLOCK, v), BLOCK)
+            _zero_row(out, part * BLOCK, tl.minimum(part * BLOCK + BLOCK, v), BLOCK)
         if part == 0:
             tl.store(losses + row, 0.0)
             tl.store(lses + row, 0.0)
         return
-    offsets = low + tl.arange(0, BLOCK)
-    inside = offsets < v
-    raw = tl.load(logits + start + offsets, mask=inside, other=float("-inf"))
+    offsets = part * BLOCK + tl.arange(0, BLOCK)
+    if SHIFT:
+        lead = (start % 8).to(tl.int32)
+        x_row = logits + tl.multiple_of(start - lead, 8)
+        out_row = gradient + tl.multiple_of(start - lead, 8)
+        loaded = offsets < tl.multiple_of((lead + v + 7) // 8 * 8, 8)
+        stored = (offsets >= tl.multiple_of((lead + 7) // 8 * 8, 8)) & (
+            offsets < tl.multiple_of((lead + v) // 8 * 8, 8)
+        )
+        classes = offsets - lead
+        inside = (classes >= 0) & (classes < v)
+    else:
+        x_row = logits + start
+        out_row = out
+        classes = offsets
+        inside = offsets < v
+        loaded = inside
+        stored = inside
+    raw = tl.load(x_row + offsets, mask=loaded, other=float("-inf"))
     x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
     x_y = _target_logit(logits, start, y, v, softcap, WIDE, SOFTCAP)
-    e, scale, total = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
-    spread = _spread(x, offsets, inside, weights, v, HAS_WEIGHT, BLOCK) if SMOOTH else 0.0
+    e, scale, total = _exponentials(tl.where(inside & (classes != y), x, float("-inf")), x_y, WIDE, BLOCK)
+    spread = _spread(x, classes, inside, weights, v, HAS_WEIGHT, BLOCK) if SMOOTH else 0.0
     if MANY:
         # post mine, wait for all of the row, add them up in the order of the slices
         post = posts + (row.to(tl.int64) * slices + part) * 3
@@ -223,15 +243,30 @@ def _by_slices(
         scales, PER_ROW, SMOOTH, HAS_WEIGHT,
     )  # fmt: skip
     if WANT:
+        if SHIFT and part == 0:  # the entries before the first and after the last multiple of 8
+            count = tl.arange(0, 16)
+            end = (lead + v) // 8 * 8
+            edge = tl.where(count < 8, count, tl.maximum(end, 8) + count - 8)
+            outer = (edge < (lead + 7) // 8 * 8) | (edge >= end)
+            outer = outer & (edge >= lead) & (edge < lead + v)
+            at_edge = tl.load(x_row + edge, mask=outer, other=0.0)
+            at_edge = _soften(at_edge.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
+            e_edge = tl.exp(at_edge.to(tl.float64) - row_scale)
+            dx_edge = _gradient(
+                at_edge, e_edge, edge - lead, y, factor, soft, target, weights, softcap, v,
+                SMOOTH, HAS_WEIGHT, SOFTCAP,
+            )  # fmt: skip
+            dx_edge = dx_edge.to(tl.float64 if WIDE else tl.float32)
+            tl.store(out_row + edge, dx_edge.to(out.dtype.element_ty), mask=outer)
         factor *= tl.exp(scale - row_scale)
         if RELOAD:  # from the first-level cache, so that no registers are held while waiting
-            raw = tl.load(logits + start + offsets, mask=inside, other=float("-inf"))
+            raw = tl.load(x_row + offsets, mask=loaded, other=float("-inf"))
             x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-            e, _, _ = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
+            e, _, _ = _exponentials(tl.where(inside & (classes != y), x, float("-inf")), x_y, WIDE, BLOCK)
         dx = _gradient(
-            x, e, offsets, y, factor, soft, target, weights, softcap, v, SMOOTH, HAS_WEIGHT, SOFTCAP
+            x, e, classes, y, factor, soft, target, weights, softcap, v, SMOOTH, HAS_WEIGHT, SOFTCAP
         )
-        tl.store(out + offsets, dx.to(out.dtype.element_ty), mask=inside)
+        tl.store(out_row + offsets, dx.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -342,6 +377,8 @@ class Launch:
     sliced: bool = True
     reload: bool = False
     ticket: bool = True
+    shift: bool = True  # align rows that start anywhere
+    registers: int | None = 128  # at most, of a thread: more CTAs at a time hide each other's waiting
 
 
 INTERPRETED = not isinstance(_by_slices, triton.runtime.JITFunction)
@@ -349,9 +386,9 @@ INTERPRETED = not isinstance(_by_slices, triton.runtime.JITFunction)
 
 def choose_launch(v: int, dtype: torch.dtype, processors: int) -> Launch:
     """The fastest way measured on an H200 by benchmarks/kernels.py."""
-    block = min(max(64, triton.next_power_of_2(v)), 8192)
+    block = min(max(64, triton.next_power_of_2(v + 7)), 8192)
     warps = max(1, min(8, block // 512))
-    sliced = v <= block or (not INTERPRETED and triton.cdiv(v, block) <= processors)
+    sliced = v + 7 <= block or (not INTERPRETED and triton.cdiv(v + 7, block) <= processors)
     return Launch(block, warps, sliced)
 
 
@@ -388,7 +425,7 @@ def losses_and_gradient(
     arguments = (x, out, targets, mask, weight, w_sum, scale.contiguous(), losses, lses)
     places = (v, x.shape[-2] if x.dim() > 1 else 1, *_row_strides(x), *_row_strides(out))
     numbers = (*places, options.ignore_index, options.label_smoothing, options.z_loss, options.softcap)
-    flags = {
+    flags: dict = {
         "WIDE": wide,
         "HAS_MASK": mask is not None,
         "HAS_WEIGHT": weight is not None,
@@ -399,13 +436,17 @@ def losses_and_gradient(
         "BLOCK": launch.block,
         "num_warps": launch.warps,
     }
+    if launch.registers and not INTERPRETED:
+        flags["maxnreg"] = launch.registers
     if not launch.sliced:
         _row_by_row[(rows,)](*arguments, *numbers, **flags)
         return losses, lses
-    slices = triton.cdiv(v, launch.block)
+    anywhere = v % 8 != 0 or any(stride % 8 for stride in _row_strides(x))
+    shift = launch.shift and anywhere and _are_alike(x, out)
+    slices = triton.cdiv(v + 7 if shift else v, launch.block)
     posts = torch.empty(rows * slices * 3 if slices > 1 else 0, dtype=torch.float64, device=x.device)
     counters = torch.zeros(1 + rows if slices > 1 else 1, dtype=torch.int32, device=x.device)
-    flags |= {"MANY": slices > 1, "POSTS": max(16, triton.next_power_of_2(slices))}
+    flags |= {"MANY": slices > 1, "SHIFT": shift, "POSTS": max(64, triton.next_power_of_2(slices))}
     flags |= {"RELOAD": launch.reload, "TICKET": launch.ticket and slices > 1}
     _by_slices[(rows * slices,)](*arguments, posts, counters, *numbers, slices, **flags)
     return losses, lses
@@ -436,6 +477,11 @@ def scale_rows(gradient: Tensor, scale: Tensor) -> None:
     programs = min(triton.cdiv(gradient.numel(), 4096), 8 * _processors(gradient.device))
     flags = {"PER_ROW": scale.dim() > 0, "BLOCK": 4096}
     _scale_entries[(programs,)](gradient, scale.contiguous(), gradient.numel(), gradient.shape[-1], **flags)
+
+
+def _are_alike(x: Tensor, out: Tensor) -> bool:
+    """Whether entries at the same offsets of both are aligned alike."""
+    return _row_strides(x) == _row_strides(out) and x.data_ptr() % 32 == 0 and out.data_ptr() % 32 == 0
 
 
 def _has_rows(x: Tensor) -> bool:
