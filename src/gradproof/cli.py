@@ -47,6 +47,15 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rerun the script with the fix applied from outside: does it help?",
+    )
+    parser.add_argument(
+        "--fix", metavar="NAME=VALUE", help="apply a fix from outside, e.g. lr=0.1 or zero_grad=1"
+    )
+    parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
     parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
@@ -89,12 +98,54 @@ def run(args: argparse.Namespace) -> int:
         budget=budget,
         quiet=args.quiet,
         examiner=None if args.no_experiments else Examination,
+        fix=parse_fix(args.fix) if args.fix else None,
+        stop_after=args.steps,
     )
+    if args.verify and outcome.rank == 0 and outcome.steps:
+        verify(outcome, args, words)
     exit_code = finish_run(outcome, words[0], args.json)
     if outcome.interrupted:
         sys.stdout.flush()
         script.die_by_interrupt()
     return exit_code
+
+
+def parse_fix(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value or 1)
+    except ValueError:
+        raise UserError(f"a fix is NAME=NUMBER, for example lr=0.1, not {text!r}") from None
+
+
+def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Rerun the script with the fix of each cause in turn, until one helps; what was shown goes into the run."""
+    import json
+    import subprocess
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from gradproof.diagnosis.fixes import compare_runs, find_intervention
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.record.run import open_run
+    from gradproof.record.schema import EVENTS_FILE, json_line
+
+    plain = open_run(outcome.path)
+    for cause in diagnose_run(plain).causes[:3]:
+        intervention = find_intervention(cause, plain)
+        if cause.level == "note" or intervention is None:
+            continue
+        out = Path(f"{outcome.path}.{intervention.name}")
+        command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--no-experiments", "--out", str(out)]
+        command += ["--fix", f"{intervention.name}={intervention.value:g}", "--steps", str(len(plain))]
+        command += ["-m", *words] if args.module is not None else list(words)
+        print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
+        subprocess.run(command, capture_output=True, check=False)
+        trial = compare_runs(cause.id, intervention.words, plain, open_run(out))
+        with open(outcome.path / EVENTS_FILE, "a", encoding="utf-8") as events:
+            events.write(json_line({"event": "trial", **json.loads(json_line(asdict(trial)))}) + "\n")
+        if trial.helped:
+            return
 
 
 def finish_run(outcome, name: str, json_file: str | None) -> int:

@@ -38,6 +38,8 @@ class Finding:
     where: str | None = None
     step: int | None = None
     title: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)  # what a fix needs to know
+    tried: str = ""  # what trying the fix showed
 
     def as_data(self) -> dict[str, Any]:
         return {**asdict(self), "evidence": list(self.evidence)}

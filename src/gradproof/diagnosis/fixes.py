@@ -27,9 +27,15 @@ def find_intervention(finding: Finding, run: Run) -> Intervention | None:
     by_family = {
         "lr-too-high": Intervention("lr", finding.numbers.get("lr_factor", 0.1), "the learning rate lowered"),
         "lr-too-low": Intervention("lr", finding.numbers.get("lr_factor", 30.0), "the learning rate raised"),
-        "zero-grad-error": Intervention("zero_grad", 1, "gradients cleared before the first backward of each step"),
-        "param-not-updated": Intervention("all_parameters", 1, "the missing parameters given to the optimizer"),
-        "wrong-gradient": Intervention("autograd", 1, "autograd's own backward in place of the hand-written one"),
+        "zero-grad-error": Intervention(
+            "zero_grad", 1, "gradients cleared before the first backward of each step"
+        ),
+        "param-not-updated": Intervention(
+            "all_parameters", 1, "the missing parameters given to the optimizer"
+        ),
+        "wrong-gradient": Intervention(
+            "autograd", 1, "autograd's own backward in place of the hand-written one"
+        ),
         "train-eval-mode-error": Intervention("train_mode", 1, "model.train() before each training step"),
         "lr-schedule-error": Intervention("constant_lr", 1, "the learning rate held at its first value"),
         "exploding-signal": Intervention("clip", 1.0, "gradients clipped to a norm of 1"),

@@ -57,8 +57,9 @@ def guarded(method: Callable) -> Callable:
         finally:
             self.own_seconds += time.perf_counter() - start
             if self._step_has_turned:
-                self._step_has_turned = False
                 self._turn_tape()
+                if self.stop_after is not None and self.step >= self.stop_after:
+                    raise SystemExit(0)
 
     return handler
 
@@ -152,6 +153,7 @@ class Session:
         self._last_sampled = 0.0
         self.losses: list[float] = []
         self.taping: Taping | None = None
+        self.stop_after: int | None = None  # steps after which a trial has shown enough
         self._step_has_turned = False
         self._recent: dict[tuple[Any, str], deque[float]] = {}
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
@@ -164,15 +166,20 @@ class Session:
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
         self.names.learn(optim.parameters_of(optimizer))
+        self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
 
     @guarded
     def something_compiled(self) -> None:
         """Hooks on modules would break a compiled graph, or warn: outputs are left alone from here on."""
         self._compiled = True
         self._outputs.detach()
+        if self.taping is not None:
+            self.taping.stop()
 
     @guarded
     def epoch_begins(self) -> None:
+        if self.taping is not None:
+            self.taping.long_wait()
         if self._batch:  # a loader that is only looked at does not count
             self._epoch, self._batch = self._epoch + 1, 0
 
@@ -411,6 +418,7 @@ class Session:
 
     def _turn_tape(self) -> None:
         """The last step's tape is examined, the next one's begun; both outside of what is measured or taped."""
+        self._step_has_turned = False
         if self.taping is not None and self.alive:
             self.taping.end()
             self.taping.begin(self.step, self._compiled)

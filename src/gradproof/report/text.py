@@ -46,6 +46,8 @@ def _finding(number: int, cause: Finding, paint) -> str:
     for index, line in enumerate(cause.evidence):
         lines.append(_wrap("how we know  " if index == 0 else "             ", line))
     lines.append(_wrap("what to do   ", cause.fix))
+    if cause.tried:
+        lines.append(_wrap("             ", cause.tried))
     return "\n".join(lines)
 
 
