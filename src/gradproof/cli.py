@@ -216,6 +216,45 @@ def diagnose(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_demo(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="plant a fault in a training script, diagnose it, and try the fix",
+        description="Plants one of the catalogue's faults in a small training script, runs it watched, diagnoses it, "
+        "and tries the fix. Without a name: a hand-written backward with a wrong sign.",
+        epilog="example: gradproof demo cascade-large-learning-rate",
+    )
+    parser.add_argument("fault", nargs="?", default=DEMO, help="a name, or a part of one (see --list)")
+    parser.add_argument("--list", action="store_true", help="the names of all faults")
+    parser.set_defaults(function=demo)
+
+
+DEMO = "custom_ops_autoencoder-gelu-sign"
+
+
+def demo(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from gradproof.faults.catalogue import FAULTS, plant
+
+    if args.list:
+        print("\n".join(f"{fault.name:48} {fault.family}" for fault in FAULTS))
+        return 0
+    fault = next((f for f in FAULTS if args.fault in f.name or args.fault in f.id), None)
+    if fault is None:
+        raise UserError(f"there is no fault {args.fault!r}; `gradproof demo --list` names them")
+    script = Path("runs") / "demo" / f"{fault.script}.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(plant(fault), encoding="utf-8")
+    for old, new in fault.edits:
+        print(f"planted in {script}:\n  - {_short(old)}\n  + {_short(new)}", file=sys.stderr)
+    return main(["run", "--verify", str(script)])
+
+
+def _short(text: str) -> str:
+    return " ⏎ ".join(line.strip() for line in text.strip().splitlines())[:100] or "(nothing)"
+
+
 def add_scoreboard(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "scoreboard",
@@ -263,4 +302,4 @@ def write_json(data: dict, file: str | None) -> None:
 
 
 # each adds its subparser and names the function that runs it
-COMMANDS = (add_run, add_diagnose, add_scoreboard)
+COMMANDS = (add_run, add_diagnose, add_demo, add_scoreboard)

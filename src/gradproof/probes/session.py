@@ -424,7 +424,8 @@ class Session:
             self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:
-        self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
+        if self.step > Purse.FIRST:  # what is measured in any case is not charged
+            self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
         depth = self._choose_depth()
         now = time.perf_counter()
         sampled = depth >= EVERYTHING and (
