@@ -138,7 +138,9 @@ def complex_numbers():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     x = torch.randn(3, 8)
-    return backward_step(model, lambda: torch.fft.irfft(torch.fft.rfft(model(x)) * (0.5 + 0.2j)).square().sum())
+    return backward_step(
+        model, lambda: torch.fft.irfft(torch.fft.rfft(model(x)) * (0.5 + 0.2j)).square().sum()
+    )
 
 
 def checkpointed(reentrant):

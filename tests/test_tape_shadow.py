@@ -81,7 +81,9 @@ def test_the_same_functions_written_right_are_right(precision):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("pair", [WRONG[0], WRONG[6], WRONG[8], WRONG[10], WRONG[15]], ids=lambda p: p[1].__name__)
+@pytest.mark.parametrize(
+    "pair", [WRONG[0], WRONG[6], WRONG[8], WRONG[10], WRONG[15]], ids=lambda p: p[1].__name__
+)
 def test_gross_mistakes_are_found_in_low_precision_too(pair, precision):
     answer = shadow_of(*pair, precision)
     assert [culprit.what for culprit in answer.culprits] == [pair[1].__name__]
@@ -163,7 +165,13 @@ def test_cut_path_is_named_with_its_line(name):
     cuts = {cut.parameter: cut for cut in answer.cuts}
     assert set(cuts) == {"first.weight", "first.bias"}
     assert cuts["first.weight"].line.file == __file__
-    words = {"detach": "detach", "data": "detach", "item": ".item()", "argmax": "argmax", "integer": "_to_copy"}
+    words = {
+        "detach": "detach",
+        "data": "detach",
+        "item": ".item()",
+        "argmax": "argmax",
+        "integer": "_to_copy",
+    }
     assert words.get(name, "") in cuts["first.weight"].how
 
 

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradproof.tape.operations import BackwardCall, FunctionCall, ModuleCall
+from gradproof.tape.operations import BackwardCall, FunctionCall, ModuleCall, Ref, Tape
 
 if TYPE_CHECKING:
     from gradproof.tape.record import _State
@@ -62,7 +62,9 @@ def _leave_module(state: _State, output: Any) -> None:
     call, _ = state.module_stack.pop()
     if call is not None:
         call.last = len(state.tape.operations)
-        call.outputs = [slot for t in _nested_tensors(output) if (slot := state.slot_of.get(t._cdata)) is not None]
+        call.outputs = [
+            slot for t in _nested_tensors(output) if (slot := state.slot_of.get(t._cdata)) is not None
+        ]
 
 
 def _learn_paths(state: _State, root: torch.nn.Module) -> None:
@@ -172,12 +174,31 @@ def _leave_function(state: _State, call: FunctionCall, output: Any) -> None:
         state.load_unknown([value], call.line)
         slot = state.slot(value)
         if known is None and state.tape.slots[slot].made_by is None:
-            state.tape.slots[slot].kind, state.tape.slots[slot].name = "outside", f"result of {call.cls.__name__}"
+            state.tape.slots[slot].kind, state.tape.slots[slot].name = (
+                "outside",
+                f"result of {call.cls.__name__}",
+            )
             call.opaque = call.opaque or "its result is made outside PyTorch"
         call.outputs.append(slot)
     call.last = len(state.tape.operations)
+    if not call.opaque and not depends_on_inputs(state.tape, call):
+        call.opaque = "its result is made outside PyTorch"
     state.forward_at.setdefault(call.sequence, min(call.first, max(len(state.tape.operations) - 1, 0)))
     state.call = None
+
+
+def depends_on_inputs(tape: Tape, call: FunctionCall) -> bool:
+    """True when the operations of a forward lead from its inputs to its results."""
+    reached = {arg.slot for arg in call.args if isinstance(arg, Ref) and arg.tracked}
+    if not reached:
+        return True
+    for operation in tape.operations[call.first : call.last]:
+        if not reached.isdisjoint(operation.reads):
+            reached.update((*operation.makes, *operation.writes))
+    storages = {tape.slots[slot].storage for slot in reached}
+    return any(
+        slot in reached or tape.slots[slot].storage in storages for slot in call.outputs if slot is not None
+    )
 
 
 @contextmanager
@@ -209,7 +230,9 @@ def watched_backwards(state: _State) -> Iterator[None]:
 BACKWARD_CODE: Any = None
 
 
-def _enter_backward(state: _State, hooks: ExitStack, outputs: Any, args: tuple, kwargs: dict) -> BackwardCall | None:
+def _enter_backward(
+    state: _State, hooks: ExitStack, outputs: Any, args: tuple, kwargs: dict
+) -> BackwardCall | None:
     roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     if not all(isinstance(root, torch.Tensor) for root in roots):
         return None  # gradient edges: the operations are taped, the call is not
@@ -303,7 +326,9 @@ def watched_optimizers(state: _State) -> Iterator[None]:
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         state.optimizer_depth += 1
         if any(call.accumulates for call in state.tape.backwards):
-            state.guarded(state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]])
+            state.guarded(
+                state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]]
+            )
 
     def leave(*_: Any) -> None:
         state.optimizer_depth = max(0, state.optimizer_depth - 1)

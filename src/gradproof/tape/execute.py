@@ -31,7 +31,11 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def execute(
-    operation: Operation, value: Callable[[Ref], torch.Tensor], slots: list[Slot], dtype: torch.dtype | None, fresh: float
+    operation: Operation,
+    value: Callable[[Ref], torch.Tensor],
+    slots: list[Slot],
+    dtype: torch.dtype | None,
+    fresh: float,
 ) -> tuple[Any, str]:
     """(result, note): the operator run again; the note says when it was not run as recorded."""
     func, name = operation.func, operation.name
@@ -51,6 +55,8 @@ def execute(
         return _attention_formula(func, args, kwargs), ""
     if not any(isinstance(part, torch.Tensor) for part in _flat((args, kwargs))):
         return _map(func(*args, **kwargs), lambda t: converted(t, dtype)), ""  # a constant: as it was
+    if name == "view" and any(isinstance(part, torch.dtype) for part in args):
+        return _own_precision(operation, value, slots, dtype, TypeError("looks at bits"))
     try:
         result = func(*_in_precision(name, args, dtype), **_in_precision(name, kwargs, dtype))
         return _map(result, lambda t: converted(t, dtype)), ""
@@ -69,7 +75,7 @@ def _own_precision(
         tensor = value(ref)
         return tensor.to(slots[ref.slot].dtype) if tensor.is_floating_point() else tensor
 
-    if operation.name == "view":
+    if operation.name == "view" and not any(isinstance(part, torch.dtype) for part in operation.args):
         args = replace_references(operation.args, value)
         return args[0].reshape(args[1]), ""  # another memory layout than recorded
     args, kwargs = replace_references((operation.args, operation.kwargs), lowered)
@@ -111,7 +117,10 @@ def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch
                 target.detach().copy_(frozen)
         return args[0]
     made = list(references(operation.results))
-    values = [converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype) for frozen in operation.frozen]
+    values = [
+        converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype)
+        for frozen in operation.frozen
+    ]
     return values[0] if len(made) == 1 and isinstance(operation.results, Ref) else tuple(values)
 
 
@@ -121,8 +130,14 @@ def _recorded_dtype(operation: Operation, frozen: torch.Tensor) -> torch.dtype:
     return torch.get_default_dtype() if frozen.dtype == torch.bool else frozen.dtype
 
 
-def _fresh_memory(func: Callable, args: tuple, kwargs: dict, dtype: torch.dtype | None, fresh: float) -> torch.Tensor:
-    result = func(*args, **_in_precision(name_of(func), kwargs, dtype)) if dtype is not None else func(*args, **kwargs)
+def _fresh_memory(
+    func: Callable, args: tuple, kwargs: dict, dtype: torch.dtype | None, fresh: float
+) -> torch.Tensor:
+    result = (
+        func(*args, **_in_precision(name_of(func), kwargs, dtype))
+        if dtype is not None
+        else func(*args, **kwargs)
+    )
     result = converted(result, dtype)
     with torch.no_grad():
         return result.fill_(fresh) if result.is_floating_point() or result.is_complex() else result.zero_()
@@ -146,7 +161,11 @@ def _in_precision(name: str, tree: Any, dtype: torch.dtype) -> Any:
 def _attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
     """softmax(q kᵀ · scale + bias) v, what all fused attention operators compute; (B, H, T, D)."""
     query, key, value = args[:3]
-    bias = argument(func, args, kwargs, "attn_bias") if "efficient" in str(func) or "cudnn" in str(func) else None
+    bias = (
+        argument(func, args, kwargs, "attn_bias")
+        if "efficient" in str(func) or "cudnn" in str(func)
+        else None
+    )
     if bias is None:
         bias = argument(func, args, kwargs, "attn_mask")
     scale = argument(func, args, kwargs, "scale")

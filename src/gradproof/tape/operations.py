@@ -60,7 +60,9 @@ class Operation:
     node: str  # the autograd node it ran for, in backward
     made_from: int | None  # the forward operation that node belongs to
     in_backward: int | None  # the backward call it belongs to
-    frozen: tuple | None = None  # recorded results of what cannot be computed again: random numbers, foreign kernels
+    frozen: tuple | None = (
+        None  # recorded results of what cannot be computed again: random numbers, foreign kernels
+    )
     fingerprint: int | None = None  # place in Tape.fingerprints
 
     @property
@@ -132,8 +134,12 @@ class BackwardCall:
     last: int = 0
     line: Line | None = None
     results: list[int | None] = field(default_factory=list)
-    contributions: list[tuple[int, int, int]] = field(default_factory=list)  # (at operation, parameter, gradient)
-    received: list[tuple[int, int, int]] = field(default_factory=list)  # (at operation, slot, gradient that reached it)
+    contributions: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (at operation, parameter, gradient)
+    received: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (at operation, slot, gradient that reached it)
     stored: dict[int, int] = field(default_factory=dict)  # parameter -> its .grad afterwards
 
 

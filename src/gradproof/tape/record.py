@@ -54,7 +54,9 @@ _HIDDEN = (
     "<",
 )
 _WHOLE_STORAGE = 1 << 20  # bytes: a leaf's memory up to this size, or twice the leaf, is kept whole
-SENTINEL = 1.4142135e-5  # fresh memory is filled with it while recording, so that what was never written is known
+SENTINEL = (
+    1.4142135e-5  # fresh memory is filled with it while recording, so that what was never written is known
+)
 
 
 def alias(source: torch.Tensor, size: tuple, stride: tuple, offset: int) -> torch.Tensor:
@@ -141,7 +143,9 @@ class _State:
         self.storage_number: dict[int, int] = {}
         self.geometry: dict[int, tuple] = {}
         self.memory_of: dict[int, Memory] = {}
-        self.unknown: dict[int, bool] = {}  # storages the tape does not know the content of; True: filled by us
+        self.unknown: dict[
+            int, bool
+        ] = {}  # storages the tape does not know the content of; True: filled by us
         self.was_read: set[int] = set()
         self.pins: list = []  # weak references: as long as they live, no address is used twice
         self.module_stack: list[tuple[ModuleCall | None, str]] = []
@@ -153,7 +157,8 @@ class _State:
         self.forward_at: dict[int, int] = {}  # autograd sequence number -> forward operation
         self.made_at: dict[tuple[int, int], int] = {}  # (sequence number, output) -> slot
         self.fill = not (
-            torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+            torch.are_deterministic_algorithms_enabled()
+            and torch.utils.deterministic.fill_uninitialized_memory
         )
 
     def guarded(self, function: Callable, *args: Any) -> Any:
@@ -230,7 +235,9 @@ class _State:
     ) -> Operation:
         node = torch._C._current_autograd_node() if self.backward else None
         origin = self.forward_at.get(node._sequence_nr()) if node is not None else None
-        stepping = self.optimizer_depth > 0 and not grad_enabled and self.call is None  # a closure enables gradients
+        stepping = (
+            self.optimizer_depth > 0 and not grad_enabled and self.call is None
+        )  # a closure enables gradients
         phase = "backward" if self.backward else "optimizer" if stepping else "forward"
         module = self.module_stack[-1][1] if self.module_stack else ""
         if origin is not None and not module:
@@ -295,7 +302,9 @@ class _State:
     def alias_or_leaf(self, tensor: torch.Tensor) -> int:
         key = _storage_key(tensor)
         same_type = [
-            other for other in self.on_storage.get(key or 0, ()) if self.tape.slots[other].dtype == tensor.dtype
+            other
+            for other in self.on_storage.get(key or 0, ())
+            if self.tape.slots[other].dtype == tensor.dtype
         ]
         memory = self.memory_of.get(key or 0)
         if memory is not None and not memory.views:
@@ -338,7 +347,9 @@ class _State:
 
     def kind_and_name(self, tensor: torch.Tensor) -> tuple[str, str]:
         name = self.name_of_parameter(tensor)
-        free = not self.parameters and tensor.is_leaf and tensor.requires_grad  # nobody said what the parameters are
+        free = (
+            not self.parameters and tensor.is_leaf and tensor.requires_grad
+        )  # nobody said what the parameters are
         if name is not None or isinstance(tensor, torch.nn.Parameter) or free:
             self.parameters[id(tensor)] = tensor
             return "parameter", name or f"parameter{len(self.tape.parameters)}"
@@ -454,7 +465,9 @@ def _map_tensors(tree: Any, function: Callable, other: Callable = lambda value: 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (tuple, list)):
-        return (tuple if isinstance(tree, tuple) else list)(_map_tensors(part, function, other) for part in tree)
+        return (tuple if isinstance(tree, tuple) else list)(
+            _map_tensors(part, function, other) for part in tree
+        )
     if isinstance(tree, dict):
         return {key: _map_tensors(part, function, other) for key, part in tree.items()}
     return other(tree)

@@ -1,9 +1,9 @@
 """Plays a tape again: exactly as recorded, or in another precision, with other leaves, up to an operation.
 
-    replay_forward(tape).loss                                    # the recorded loss, bit for bit on CPU
-    replay_forward(tape, leaves={"head.weight": w + 0.1 * d}).loss    # the loss somewhere else
-    replay_exactly(tape, keep=[slot]).values[slot]                # what any operation made, backward included
-    differentiate(tape, dtype=torch.float64).gradients           # PyTorch's own derivative of what the forward computed
+replay_forward(tape).loss                                    # the recorded loss, bit for bit on CPU
+replay_forward(tape, leaves={"head.weight": w + 0.1 * d}).loss    # the loss somewhere else
+replay_exactly(tape, keep=[slot]).values[slot]                # what any operation made, backward included
+differentiate(tape, dtype=torch.float64).gradients           # PyTorch's own derivative of what the forward computed
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ Leaves = Mapping[str, torch.Tensor] | Mapping[int, torch.Tensor]
 class Replay:
     """What a replay brought back."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)  # the roots of each backward that filled gradients
+    losses: list[torch.Tensor] = field(
+        default_factory=list
+    )  # the roots of each backward that filled gradients
     values: dict[int, torch.Tensor] = field(default_factory=dict)  # the slots asked for
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # parameter slot -> summed over backwards
-    per_call: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # backward call -> parameter -> gradient
+    gradients: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # parameter slot -> summed over backwards
+    per_call: dict[int, dict[int, torch.Tensor]] = field(
+        default_factory=dict
+    )  # backward call -> parameter -> gradient
     slot_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)  # operation -> how it was replaced
     departs_at: int | None = None  # the first operation that made something else than recorded
@@ -80,7 +86,9 @@ def differentiate(
     follow_cuts: bool = False,
 ) -> Replay:
     """PyTorch's derivative of the recorded forward: every backward call again, whatever hand-written backwards say."""
-    player = Player(tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts)
+    player = Player(
+        tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
+    )
     with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
         player.play(_forward_operations(tape, None))
     return player.replay
@@ -146,7 +154,9 @@ class Player:
         if id(memory) not in self.flats:
             flat = converted(memory.flat, self.dtype)
             changes = self.tape.slots[slot].storage in self.last_write
-            self.flats[id(memory)] = flat.detach().clone() if flat is memory.flat and changes else flat.detach()
+            self.flats[id(memory)] = (
+                flat.detach().clone() if flat is memory.flat and changes else flat.detach()
+            )
         return self.flats[id(memory)].as_strided(*memory.views[slot]).detach()
 
     def argument(self, operation: Operation) -> Callable[[Ref], torch.Tensor]:
@@ -157,7 +167,9 @@ class Player:
             if ref.tracked and not tensor.requires_grad and tensor.is_floating_point() | tensor.is_complex():
                 tensor = self.env[ref.slot] = tensor.detach().requires_grad_()
                 self.hook(ref.slot, tensor)
-            elif tensor.requires_grad and not ref.tracked and operation.grad_enabled and operation.call is None:
+            elif (
+                tensor.requires_grad and not ref.tracked and operation.grad_enabled and operation.call is None
+            ):
                 return tensor if self.follow_cuts else tensor.detach()
             return tensor
 
@@ -281,7 +293,9 @@ class Player:
         if isinstance(results, Ref):
             if results.slot in self.overrides and isinstance(values, torch.Tensor):
                 values = converted(self.overrides[results.slot].detach(), self.dtype).clone()
-            if isinstance(values, torch.Tensor) and not (results.slot in operation.writes and results.slot in self.env):
+            if isinstance(values, torch.Tensor) and not (
+                results.slot in operation.writes and results.slot in self.env
+            ):
                 self.env[results.slot] = values
                 self.hook(results.slot, values)
             if results.slot in self.keep and isinstance(values, torch.Tensor):
@@ -311,7 +325,9 @@ class Player:
             return
         self.replay.notes[call.first] = f"{call.cls.__name__} was called as it is: {call.opaque}"
         self.live_until = call.last
-        for slot, value in zip(call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False):
+        for slot, value in zip(
+            call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False
+        ):
             if slot is not None and isinstance(value, torch.Tensor):
                 self.env[slot] = converted(value, self.dtype)
 
@@ -348,7 +364,9 @@ class Player:
         if call.inputs is not None:
             targets = list(zip(call.inputs, (self.value(slot) for slot in call.inputs), strict=True))
         else:
-            targets = [(slot, tensor) for slot, tensor in self.env.items() if tensor.requires_grad and tensor.is_leaf]
+            targets = [
+                (slot, tensor) for slot, tensor in self.env.items() if tensor.requires_grad and tensor.is_leaf
+            ]
         wanted = [(slot, tensor) for slot, tensor in targets if tensor.requires_grad]
         gradients = torch.autograd.grad(
             [root for root, _ in pairs],
@@ -389,4 +407,3 @@ def real_contributions(tape: Tape, call: BackwardCall) -> list[tuple[int, int, i
     """(at operation, parameter, gradient) of a backward and of the checkpoint recomputations inside it."""
     inside = [c for c in tape.backwards if c.nested and call.first <= c.first and c.last <= call.last]
     return sorted(triple for c in (call, *inside) for triple in c.contributions)
-

@@ -42,7 +42,9 @@ def _by_shape(tape: Tape, bad: torch.Tensor) -> str:
 
 
 def _trace(tape: Tape, origin: Operation, bad: torch.Tensor) -> str:
-    sources: dict[int, tuple[torch.Tensor, int | None]] = {}  # slot -> (tensor to differentiate by, its indices' slot)
+    sources: dict[
+        int, tuple[torch.Tensor, int | None]
+    ] = {}  # slot -> (tensor to differentiate by, its indices' slot)
     player = Player(tape, None, None, autograd=True, follow_cuts=True)
     for slot in tape.inputs:
         if slot.dtype.is_floating_point and slot.shape:
@@ -60,7 +62,9 @@ def _trace(tape: Tape, origin: Operation, bad: torch.Tensor) -> str:
         player.play(forward, after=after, keep_for=origin)
         operands = [player.value(slot) for slot in origin.reads if tape.slots[slot].dtype.is_floating_point]
         chosen = [(o, _elements(o, bad)) for o in operands if o.requires_grad]
-        total = sum((o[mask].sum() for o, mask in chosen if mask is not None), torch.zeros((), dtype=torch.float64))
+        total = sum(
+            (o[mask].sum() for o, mask in chosen if mask is not None), torch.zeros((), dtype=torch.float64)
+        )
         if not total.requires_grad or not sources:
             return ""
         slots = list(sources)

@@ -1,8 +1,8 @@
 """The truth about a step: its loss and every gradient in float64, against what the step really computed.
 
-    answer = shadow(tape)
-    answer.right          # True, and str(answer) says how right
-    answer.culprits[0]    # else: the backward that is wrong, by class, module and line
+answer = shadow(tape)
+answer.right          # True, and str(answer) says how right
+answer.culprits[0]    # else: the backward that is wrong, by class, module and line
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Shadow:
     true_loss: float
     parameters: tuple[ParameterGradient, ...]
     culprits: tuple[Culprit, ...]
-    surrogates: tuple[Audit, ...]  # backwards that differ from the derivative and look as if they were meant to
+    surrogates: tuple[
+        Audit, ...
+    ]  # backwards that differ from the derivative and look as if they were meant to
     audits: tuple[Audit, ...]
     cuts: tuple[Cut, ...]
     accumulation: tuple[Accumulation, ...]
@@ -126,47 +128,46 @@ class Shadow:
             head = "no parameter received a gradient"
         else:
             wrong = [p for p in self.parameters if not p.right and p.verdict != "no gradient"]
-            head = "\n".join(map(str, self.culprits)) or "the gradient is wrong, and no single place explains it"
+            head = (
+                "\n".join(map(str, self.culprits)) or "the gradient is wrong, and no single place explains it"
+            )
             head += f"\n{len(wrong)} of {len(self.parameters)} parameters have a wrong gradient"
             head += "".join(f"\n  {p}" for p in sorted(wrong, key=lambda p: -p.error)[:5])
         parts = [head, *map(str, self.cuts), *map(str, self.accumulation)]
-        parts += [f"not the derivative, perhaps on purpose: {a.call.cls.__name__}: {a.surrogate}" for a in self.surrogates]
+        parts += [
+            f"not the derivative, perhaps on purpose: {a.call.cls.__name__}: {a.surrogate}"
+            for a in self.surrogates
+        ]
         parts += [f"note: {note}" for note in self.notes]
         return "\n".join(parts)
 
 
 def shadow(tape: Tape) -> Shadow:
     """Loss and gradients of a taped step in float64, and where the step departs from them."""
-    auditor = Auditor(tape)
-    real: dict[int, dict[int, torch.Tensor]] = {}
-    looks = auditor.schedule()
-    for call in tape.top_backwards:
-        if call.accumulates:
-            real[call.index] = {}
-            for at, parameter, gradient in real_contributions(tape, call):
-                look = _collect(real[call.index], parameter, gradient)
-                looks.setdefault(at, []).append(look)
-    final: dict[int, torch.Tensor] = {}
-    for parameter, (at, gradient) in tape.final_gradients.items():
-        looks.setdefault(at, []).append(_collect(final, parameter, gradient))
     scaled = _scaled_loss(tape)
-    exact = replay_exactly(tape, at=looks, keep=scaled or ())
+    real = _replay_real_step(tape, math.nan, scaled)  # fresh memory is NaN: whoever reads it is seen
+    never = find_never_written(tape) if real.exact.departs_at is not None or tape.never_written else None
+    if never is not None:
+        real = _replay_real_step(tape, 0.0, scaled)
     truth = differentiate(tape, torch.float64)
     own = differentiate(tape)
-    scale = _loss_scale(scaled, exact)
-    parameters = _judge_parameters(tape, real, truth, own, scale)
+    scale = _loss_scale(scaled, real.exact)
+    parameters = _judge_parameters(tape, real.gradients, truth, own, scale)
     missing = [tape.slots[slot] for slot, p in parameters.items() if p.verdict == "no gradient"]
-    culprits = _wrong_functions(tape, auditor.audits)
-    never = find_never_written(tape)
+    culprits = _wrong_functions(tape, real.auditor.audits)
     if never is not None:
-        culprits = [culprit for culprit in culprits if culprit.what != never.what or culprit.module != never.module]
-        culprits.insert(0, Culprit("memory never written", never.what, never.module, never.line, math.inf, never.text))
-    if not culprits and any(p.verdict == "wrong" for p in parameters.values()):
-        culprits += _wrong_nodes(tape)
-    surrogates = [a for a in auditor.audits if a.surrogate]
+        culprits = [
+            culprit for culprit in culprits if culprit.what != never.what or culprit.module != never.module
+        ]
+        culprits.insert(
+            0, Culprit("memory never written", never.what, never.module, never.line, math.inf, never.text)
+        )
+    surrogates = [a for a in real.auditor.audits if a.surrogate]
     if surrogates and not culprits:
         parameters = {slot: _excused(p) for slot, p in parameters.items()}
-    loss = float(exact.losses[0].double().sum()) / scale if exact.losses else math.nan
+    elif not culprits and any(p.verdict == "wrong" for p in parameters.values()):
+        culprits += _wrong_nodes(tape)
+    loss = float(real.exact.losses[0].double().sum()) / scale if real.exact.losses else math.nan
     true_loss = float(truth.losses[0].double().sum()) / scale if truth.losses else math.nan
     return Shadow(
         loss,
@@ -174,11 +175,37 @@ def shadow(tape: Tape) -> Shadow:
         tuple(parameters.values()),
         tuple(culprits),
         tuple(surrogates),
-        tuple(auditor.audits),
+        tuple(real.auditor.audits),
         tuple(find_cuts(tape, missing)),
-        tuple(_judge_accumulation(tape, real, final)),
-        tuple(_notes(tape, exact, truth, auditor.notes)),
+        tuple(_judge_accumulation(tape, real.gradients, real.final)),
+        tuple(_notes(tape, real.exact, truth, real.auditor.notes)),
     )
+
+
+@dataclass
+class _RealStep:
+    """What the step itself computed, brought back by an exact replay."""
+
+    exact: Replay
+    auditor: Auditor
+    gradients: dict[int, dict[int, torch.Tensor]]  # backward call -> parameter -> what it brought
+    final: dict[int, torch.Tensor]  # parameter -> .grad as the optimizer saw it
+
+
+def _replay_real_step(tape: Tape, fresh: float, scaled: tuple[int, int] | None) -> _RealStep:
+    auditor = Auditor(tape)
+    looks = auditor.schedule()
+    gradients: dict[int, dict[int, torch.Tensor]] = {}
+    for call in tape.top_backwards:
+        if call.accumulates:
+            gradients[call.index] = {}
+            for at, parameter, gradient in real_contributions(tape, call):
+                looks.setdefault(at, []).append(_collect(gradients[call.index], parameter, gradient))
+    final: dict[int, torch.Tensor] = {}
+    for parameter, (at, gradient) in tape.final_gradients.items():
+        looks.setdefault(at, []).append(_collect(final, parameter, gradient))
+    exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh)
+    return _RealStep(exact, auditor, gradients, final)
 
 
 def _collect(into: dict[int, torch.Tensor], parameter: int, gradient: int):
@@ -210,11 +237,17 @@ def _loss_scale(scaled: tuple[int, int] | None, exact: Replay) -> float:
     return ratio if math.isfinite(ratio) and ratio > 0 else 1.0
 
 
-def _judge_parameters(tape: Tape, real: dict, truth: Replay, own: Replay, scale: float) -> dict[int, ParameterGradient]:
+def _judge_parameters(
+    tape: Tape, real: dict, truth: Replay, own: Replay, scale: float
+) -> dict[int, ParameterGradient]:
     depth = math.sqrt(max(1, sum(op.in_backward is None for op in tape.operations)))
     eps = _coarsest(tape)
     judged: dict[int, ParameterGradient] = {}
-    slots = [s for s in tape.parameters if any(s.index in calls for calls in (*truth.per_call.values(), *real.values()))]
+    slots = [
+        s
+        for s in tape.parameters
+        if any(s.index in calls for calls in (*truth.per_call.values(), *real.values()))
+    ]
     slots += [s for s in tape.parameters if s not in slots and _wants_gradient(tape, s)]
     for slot in slots:
         got = _total(real, slot.index)
@@ -224,12 +257,19 @@ def _judge_parameters(tape: Tape, real: dict, truth: Replay, own: Replay, scale:
 
 
 def _judge_one(
-    slot: Slot, got: torch.Tensor | None, right: torch.Tensor | None, mine: torch.Tensor | None, eps: float, scale: float
+    slot: Slot,
+    got: torch.Tensor | None,
+    right: torch.Tensor | None,
+    mine: torch.Tensor | None,
+    eps: float,
+    scale: float,
 ) -> ParameterGradient:
     if got is None:
         size = 0.0 if right is None else float(torch.linalg.vector_norm(right))
         verdict = "no gradient" if size == 0 else "wrong"
-        return ParameterGradient(slot.name, 1.0, 0.0, 0.0, 0.0, size / scale, verdict, "" if size == 0 else "no gradient arrives")
+        return ParameterGradient(
+            slot.name, 1.0, 0.0, 0.0, 0.0, size / scale, verdict, "" if size == 0 else "no gradient arrives"
+        )
     if right is None:
         right = torch.zeros_like(got, dtype=torch.float64)
     size = float(torch.linalg.vector_norm(right))
@@ -247,7 +287,9 @@ def _judge_one(
     pattern = describe_difference(got, right, tolerance) if verdict == "wrong" else ""
     relative_noise = noise / size if size > 0 else noise
     angle = cosine(got, right) if size > 0 and math.isfinite(distance) else 0.0
-    return ParameterGradient(slot.name, error, relative_noise, tolerance, angle, size / scale, verdict, pattern)
+    return ParameterGradient(
+        slot.name, error, relative_noise, tolerance, angle, size / scale, verdict, pattern
+    )
 
 
 def _excused(parameter: ParameterGradient) -> ParameterGradient:
@@ -314,17 +356,32 @@ def _why_wrong(tape: Tape, audit: Audit) -> tuple[str, str, Line | None]:
     foreign = find_foreign_activation(tape, call, backward)
     if foreign is not None:
         read, text = foreign
-        return "stale activation", f"{read.name} reads a value that is not from this forward: {text}", read.line
+        return (
+            "stale activation",
+            f"{read.name} reads a value that is not from this forward: {text}",
+            read.line,
+        )
     again = find_recomputed_differently(tape, call, backward)
     if again is not None:
-        return "recomputed differently", f"{again.name} is repeated in backward with another result than in forward", again.line
+        return (
+            "recomputed differently",
+            f"{again.name} is repeated in backward with another result than in forward",
+            again.line,
+        )
     return "wrong backward", "", None
 
 
 def _wrong_nodes(tape: Tape) -> list[Culprit]:
     """No hand-written function is at fault: compare the gradient at each slot, from the loss backwards."""
-    pairs = [(at, slot, gradient) for call in tape.top_backwards if not call.create_graph for at, slot, gradient in call.received]
-    pairs += [triple for call in tape.top_backwards if call.accumulates for triple in real_contributions(tape, call)]
+    pairs = [
+        (at, slot, gradient)
+        for call in tape.top_backwards
+        if not call.create_graph
+        for at, slot, gradient in call.received
+    ]
+    pairs += [
+        triple for call in tape.top_backwards if call.accumulates for triple in real_contributions(tape, call)
+    ]
     if len([call for call in tape.top_backwards if call.accumulates]) != 1:
         return []  # several backwards reach a slot: their gradients cannot be told apart slot by slot
     got: dict[int, torch.Tensor] = {}
@@ -345,7 +402,14 @@ def _wrong_nodes(tape: Tape) -> list[Culprit]:
 
 def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culprit:
     made_by = tape.slots[gradient].made_by
-    while made_by is not None and tape.operations[made_by].name in ("detach", "view", "t", "alias", "transpose", "expand"):
+    while made_by is not None and tape.operations[made_by].name in (
+        "detach",
+        "view",
+        "t",
+        "alias",
+        "transpose",
+        "expand",
+    ):
         refs = tape.operations[made_by].reads
         if not refs or tape.slots[refs[0]].made_by is None:
             break
@@ -356,13 +420,17 @@ def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culpri
     origin = tape.operations[operation.made_from] if operation.made_from is not None else operation
     if operation.line is not None and operation.in_backward is not None:
         return Culprit("changed by a hook", operation.name, origin.module, operation.line, error, pattern)
-    siblings = [op for op in tape.operations if op.made_from == operation.made_from and op.in_backward is not None]
+    siblings = [
+        op for op in tape.operations if op.made_from == operation.made_from and op.in_backward is not None
+    ]
     overwritten = find_overwritten(tape, origin.index + 1, siblings)
     if overwritten is not None:
         write, _ = overwritten
         text = f"what {operation.node} saved was overwritten by {write.name}, {tape.place(write)}"
         return Culprit("stale activation", origin.name, origin.module, origin.line, error, pattern, text)
-    return Culprit("wrong gradient", operation.node or operation.name, origin.module, origin.line, error, pattern)
+    return Culprit(
+        "wrong gradient", operation.node or operation.name, origin.module, origin.line, error, pattern
+    )
 
 
 def _judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -> list[Accumulation]:
@@ -372,22 +440,27 @@ def _judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) 
         if not parts or not bool(torch.isfinite(value).all()):
             continue
         total = sum(parts[1:], parts[0])
-        scale = float((value.double() * total.double()).sum() / total.double().square().sum().clamp_min(1e-300))
-        if relative_error(value, scale * total) <= 1e-3:
-            continue  # the sum itself, or the sum clipped or unscaled
-        name = tape.slots[slot].name
-        if len(parts) > 1 and relative_error(value, parts[-1]) <= 1e-3:
-            found.append(Accumulation(name, f"only the last of {len(parts)} backwards is in it: overwritten, not added"))
-        elif not bool(value.any()):
-            found.append(Accumulation(name, "zero when the optimizer reads it: cleared between backward and step"))
-        else:
-            old = _stale_gradient(tape, slot)
-            if old is not None and relative_error(value, total + old) <= 1e-3:
-                share = float(old.double().norm() / value.double().norm())
-                found.append(Accumulation(name, f"holds {share:.0%} of an earlier step's gradient: not cleared before this step"))
-            else:
-                found.append(Accumulation(name, f"{relative_error(value, total):.2g} off the sum of {len(parts)} backwards"))
+        how = _accumulation_fault(value, parts, total, _stale_gradient(tape, slot))
+        if how:
+            found.append(Accumulation(tape.slots[slot].name, how))
     return found
+
+
+def _accumulation_fault(
+    value: torch.Tensor, parts: list[torch.Tensor], total: torch.Tensor, old: torch.Tensor | None
+) -> str:
+    """Why .grad is not the sum of the backwards; empty when it is, also clipped or unscaled."""
+    if not bool(value.any()) and bool(total.any()):
+        return "zero when the optimizer reads it: cleared between backward and step"
+    if old is not None and bool(old.any()) and relative_error(value, total + old) <= 1e-3:
+        share = float(old.double().norm() / value.double().norm())
+        return f"holds {share:.0%} of an earlier step's gradient: not cleared before this step"
+    scale = float((value.double() * total.double()).sum() / total.double().square().sum().clamp_min(1e-300))
+    if relative_error(value, scale * total) <= 1e-3:
+        return ""
+    if len(parts) > 1 and relative_error(value, parts[-1]) <= 1e-3:
+        return f"only the last of {len(parts)} backwards is in it: overwritten, not added"
+    return f"{relative_error(value, total):.2g} off the sum of {len(parts)} backwards"
 
 
 def _stale_gradient(tape: Tape, slot: int) -> torch.Tensor | None:
@@ -402,11 +475,12 @@ def _notes(tape: Tape, exact: Replay, truth: Replay, others: list[str]) -> list[
     notes = [tape.broken] if tape.broken else []
     if exact.departs_at is not None:
         operation = tape.operations[exact.departs_at]
-        notes.append(f"{operation.name} made something else when replayed ({tape.place(operation)}): what follows it is approximate")
+        notes.append(
+            f"{operation.name} made something else when replayed ({tape.place(operation)}): what follows it is approximate"
+        )
     seen: set[str] = set()
     for index, text in truth.notes.items():
         if text not in seen and index < len(tape.operations):
             seen.add(text)
             notes.append(f"{text} ({tape.place(tape.operations[index])})")
     return notes[:8] + others
-

@@ -137,7 +137,9 @@ def follow(tape: Tape, fresh: float) -> Trace:
             looks.setdefault(call.first, []).append(loss_look(slot))
         for at, parameter, gradient in real_contributions(tape, call):
             if tape.slots[parameter].kind == "parameter":
-                looks.setdefault(at, []).append(named_look(trace.gradients, tape.slots[parameter].name, gradient))
+                looks.setdefault(at, []).append(
+                    named_look(trace.gradients, tape.slots[parameter].name, gradient)
+                )
     end = len(tape.operations)
     for slot in tape.stepped:
         looks.setdefault(end, []).append(named_look(trace.parameters, tape.slots[slot].name, slot))
@@ -164,7 +166,11 @@ def origins(targets: list[Bad]) -> dict[int, tuple[Bad, list[Bad]]]:
 
 
 def _is_bad(value: torch.Tensor) -> bool:
-    if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0 or value.layout != torch.strided:
+    if (
+        not (value.is_floating_point() or value.is_complex())
+        or value.numel() == 0
+        or value.layout != torch.strided
+    ):
         return False
     if value.element_size() == 1:
         value = value.float()
