@@ -325,6 +325,7 @@ def watched_optimizers(state: _State) -> Iterator[None]:
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         state.optimizer_depth += 1
+        state.tape.stepped_at.append(len(state.tape.operations))
         if any(call.accumulates for call in state.tape.backwards):
             state.guarded(
                 state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]]
@@ -336,6 +337,22 @@ def watched_optimizers(state: _State) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(enter).remove)
         stack.callback(register_optimizer_step_post_hook(leave).remove)
+        yield
+
+
+@contextmanager
+def watched_clearing(state: _State) -> Iterator[None]:
+    """Notes every zero_grad: setting .grad to None is no operation."""
+    with ExitStack() as stack:
+        for cls in (torch.nn.Module, torch.optim.Optimizer):
+            own = cls.zero_grad
+
+            def watched(self: Any, *args: Any, _own: Callable = own, **kwargs: Any) -> Any:
+                state.tape.cleared_at.append(len(state.tape.operations))
+                return _own(self, *args, **kwargs)
+
+            stack.callback(setattr, cls, "zero_grad", own)
+            cls.zero_grad = wraps(own)(watched)  # type: ignore[method-assign]
         yield
 
 

@@ -110,6 +110,10 @@ def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch
         p = argument(operation.func, args, kwargs, "p", 0.5)
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0  # type: ignore[operator]
         return args[0] * mask * scale, mask
+    if operation.name == "rrelu_with_noise":
+        noise = converted(operation.frozen[-1], dtype)
+        args[1].copy_(noise)
+        return args[0] * noise
     if operation.writes:
         targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
         for target, frozen in zip(targets, operation.frozen, strict=True):
@@ -170,13 +174,16 @@ def _attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
         bias = argument(func, args, kwargs, "attn_mask")
     scale = argument(func, args, kwargs, "scale")
     factor = scale if isinstance(scale, float) else 1.0 / math.sqrt(query.shape[-1])
+    if key.shape[1] != query.shape[1]:  # grouped queries
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scores = (query @ key.mT) * factor
     if argument(func, args, kwargs, "is_causal", False):
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
     if isinstance(bias, torch.Tensor):
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-    out = torch.softmax(scores, -1) @ value
+    nothing = scores.amax(-1, keepdim=True) == -math.inf  # a row without any key gives zero, not NaN
+    out = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0) @ value
     # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return (out, torch.logsumexp(scores, -1))

@@ -163,6 +163,8 @@ class Tape:
     modules: list[ModuleCall] = field(default_factory=list)
     functions: list[FunctionCall] = field(default_factory=list)
     backwards: list[BackwardCall] = field(default_factory=list)
+    cleared_at: list[int] = field(default_factory=list)  # operations before which zero_grad was called
+    stepped_at: list[int] = field(default_factory=list)  # operations before which an optimizer's step began
     stepped: list[int] = field(default_factory=list)  # parameters that an operation of the step changed
     # parameter -> (operation, .grad): as the optimizer saw it, or at the end
     final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)

@@ -99,6 +99,7 @@ class Recorder:
         self._stack.enter_context(calls.watched_functions(self.state))
         self._stack.enter_context(calls.watched_backwards(self.state))
         self._stack.enter_context(calls.watched_optimizers(self.state))
+        self._stack.enter_context(calls.watched_clearing(self.state))
         self._stack.enter_context(_Mode(self.state))
         return self.tape
 
@@ -216,7 +217,7 @@ class _State:
             for tensor in written:
                 self.unknown.pop(_storage_key(tensor) or 0, None)
         if is_random(func, args, kwargs):
-            operation.frozen = _freeze(name, fresh or written)
+            operation.frozen = _freeze(name, written if name == "rrelu_with_noise" else fresh or written)
         if not is_view(func) and name not in FRESH:
             number = fingerprint(fresh or written)
             if number is not None:

@@ -14,7 +14,7 @@ LOSSES = {  # operator -> place of its target among the arguments
 LOOKS_THROUGH = {
     "view", "_unsafe_view", "slice", "select", "reshape", "_to_copy", "unsqueeze", "squeeze", "transpose", "permute", "t",
     "expand", "detach", "alias", "clone", "split", "chunk", "unbind", "index", "lift_fresh", "contiguous", "where",
-    "masked_fill", "clamp_min", "ne", "eq",
+    "masked_fill", "clamp_min", "ne", "eq", "constant_pad_nd", "cat",
 }  # fmt: skip
 
 
@@ -37,6 +37,8 @@ def find_roles(tape: Tape) -> Roles:
     wanted: dict[int, None] = {}
     predictions: dict[int, None] = {}
     for leaf in tape.inputs:
+        if 0 in leaf.shape:
+            continue  # an empty cache
         reach = {leaf.index}
         fed = compared = False
         for operation in tape.operations:

@@ -434,9 +434,17 @@ def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culpri
 
 
 def _judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -> list[Accumulation]:
+    ends = {call.index: call.last for call in tape.top_backwards}
+    last_end = max((ends[index] for index in real), default=0)
+    for step in tape.stepped_at:
+        if any(last_end <= clear <= step for clear in tape.cleared_at) and step >= last_end > 0:
+            names = [tape.slots[slot].name for slot in sorted({slot for call in real.values() for slot in call})]
+            return [Accumulation(name, "cleared between backward and step") for name in names]
     found = []
     for slot, value in final.items():
-        parts = [call[slot] for call in real.values() if slot in call]
+        read_at = tape.final_gradients[slot][0]
+        cleared = max((clear for clear in tape.cleared_at if clear <= read_at), default=0)
+        parts = [call[slot] for index, call in real.items() if slot in call and cleared <= ends[index] <= read_at]
         if not parts or not bool(torch.isfinite(value).all()):
             continue
         total = sum(parts[1:], parts[0])
@@ -451,7 +459,7 @@ def _accumulation_fault(
 ) -> str:
     """Why .grad is not the sum of the backwards; empty when it is, also clipped or unscaled."""
     if not bool(value.any()) and bool(total.any()):
-        return "zero when the optimizer reads it: cleared between backward and step"
+        return "zero when the optimizer reads it"
     if old is not None and bool(old.any()) and relative_error(value, total + old) <= 1e-3:
         share = float(old.double().norm() / value.double().norm())
         return f"holds {share:.0%} of an earlier step's gradient: not cleared before this step"
