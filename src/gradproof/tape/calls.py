@@ -52,6 +52,7 @@ def _enter_module(state: _State, module: torch.nn.Module, args: Any) -> None:
     call = ModuleCall(path, kind, first=len(state.tape.operations))
     state.tape.modules.append(call)
     state.module_stack.append((call, path or kind))
+    state.grad_enabled = torch.is_grad_enabled()
     call.inputs = [state.slot(tensor) for tensor in _nested_tensors(args)]
     call.first = len(state.tape.operations)
 

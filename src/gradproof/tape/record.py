@@ -121,7 +121,7 @@ class _Mode(TorchDispatchMode):
         state = self.state
         if state.tape.broken or func.namespace == "profiler":
             return func(*args, **kwargs)
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled = state.grad_enabled = torch.is_grad_enabled()
         with torch.no_grad():
             pending = state.guarded(state.before, func, args, kwargs, grad_enabled)
         result = func(*args, **kwargs)
@@ -155,6 +155,7 @@ class _State:
         self.call_depth = 0
         self.backward: list[BackwardCall] = []
         self.optimizer_depth = 0
+        self.grad_enabled = True
         self.forward_at: dict[int, int] = {}  # autograd sequence number -> forward operation
         self.made_at: dict[tuple[int, int], int] = {}  # (sequence number, output) -> slot
         self.fill = not (
@@ -359,7 +360,7 @@ class _State:
         owner = next((p for p in self.parameters.values() if p.grad is tensor), None)
         if owner is not None:
             return "gradient", f"{self.name_of_parameter(owner) or 'parameter'}.grad"
-        if self.optimizer_depth > 0:
+        if self.optimizer_depth > 0 and not self.grad_enabled:
             return "state", f"optimizer state{len(self.tape.leaves('state'))}"
         if self.backward:
             return "outside", "made outside PyTorch"

@@ -56,7 +56,7 @@ def replay_forward(
 ) -> Replay:
     """The forward operations again, without gradients: losses and the slots asked for."""
     player = Player(tape, dtype, leaves, keep=keep, replace=replace)
-    player.play(_forward_operations(tape, until))
+    player.play(forward_operations(tape, until))
     return player.replay
 
 
@@ -90,11 +90,12 @@ def differentiate(
         tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
     )
     with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
-        player.play(_forward_operations(tape, None))
+        player.play(forward_operations(tape, None))
     return player.replay
 
 
-def _forward_operations(tape: Tape, until: int | None) -> list[Operation]:
+def forward_operations(tape: Tape, until: int | None) -> list[Operation]:
+    """All operations but those of backward, up to the last backward call."""
     last = max((call.last for call in tape.backwards), default=len(tape.operations))
     chosen = [op for op in tape.operations[: until if until is not None else last] if op.in_backward is None]
     return [op for op in chosen if op.phase != "backward"]
