@@ -333,3 +333,11 @@ HEALTHY = [
     Additive, UntakenLog, UntakenDivision, Filled, UnusedTail, BadMetric, RunningMaximum, TopOnly, Clamped, NanToNumber,
     Packed,
 ]  # fmt: skip
+
+
+def source_of(origin):
+    """(number of lines, first line) of an origin's class."""
+    import inspect
+
+    lines, first = inspect.getsourcelines(origin)
+    return len(lines), first

@@ -269,6 +269,41 @@ def test_opaque_function_is_decided_by_finite_differences(slope, monkeypatch):
         assert answer.culprits[0].what == "NumpySine"
 
 
+class KernelSine(torch.autograd.Function):
+    """Written like a Triton or C++ kernel: it fills memory that PyTorch allocated, unseen by the dispatcher."""
+
+    written = None
+
+    @staticmethod
+    def forward(ctx, x):
+        import numpy
+
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        out.numpy()[..., : KernelSine.written] = numpy.sin(x.detach().numpy())[..., : KernelSine.written]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+@pytest.mark.parametrize("written", [None, -1], ids=["all", "all but the tail"])
+def test_kernel_that_fills_fresh_memory(written, monkeypatch):
+    monkeypatch.setattr(KernelSine, "written", written)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    with record(names_of(model)) as tape:
+        KernelSine.apply(model(torch.randn(5, 3))).square().mean().backward()
+    answer = shadow(tape)
+    assert answer.right == (written is None), str(answer)
+    assert any("KernelSine was called as it is" in note for note in answer.notes)
+    if written is not None:
+        assert answer.culprits[0].kind == "memory never written"
+        assert "5 of 20 elements" in answer.culprits[0].pattern
+
+
 def test_checkpoint_that_recomputes_other_dropout_is_found():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 2))

@@ -5,6 +5,7 @@ Each function installs its watch for the time of a `with` block and takes it awa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -355,6 +356,46 @@ def watched_clearing(state: _State) -> Iterator[None]:
             stack.callback(setattr, cls, "zero_grad", own)
             cls.zero_grad = wraps(own)(watched)  # type: ignore[method-assign]
         yield
+
+
+@contextmanager
+def watched_kernels(state: _State) -> Iterator[None]:
+    """Notes which memory a Triton kernel changes: its launch is no operation of PyTorch."""
+    with ExitStack() as stack:
+        for module, name in (("triton.runtime.jit", "JITFunction"), ("triton.runtime.interpreter", "InterpretedFunction")):
+            cls = getattr(sys.modules.get(module), name, None)
+            if cls is None:
+                continue
+            own = cls.run
+            stack.callback(setattr, cls, "run", own)
+            cls.run = _watched_launch(state, own)
+        yield
+
+
+def _watched_launch(state: _State, run: Callable) -> Callable:
+    @wraps(run)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = list(_nested_tensors((args, kwargs)))
+        outer, state.paused = state.paused, True  # what we look at is no part of the step
+        before = state.guarded(_fingerprints, tensors)
+        for tensor in tensors if state.optimizer_depth else ():
+            state.guarded(state.keep_before_write, tensor, "")  # a fused optimizer writes the parameters
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            if before is not None and not outer:
+                state.guarded(state.changed_outside, tensors, before)
+                if state.call is not None:
+                    state.call.opaque = f"the Triton kernel {getattr(self, '__name__', '?')} computes in it"
+            state.paused = outer
+
+    return watched
+
+
+def _fingerprints(tensors: list[torch.Tensor]) -> list[float | None]:
+    from gradproof.tape.record import fingerprint
+
+    return [None if (number := fingerprint([tensor])) is None else float(number) for tensor in tensors]
 
 
 def _nested_tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -100,6 +100,7 @@ class Recorder:
         self._stack.enter_context(calls.watched_backwards(self.state))
         self._stack.enter_context(calls.watched_optimizers(self.state))
         self._stack.enter_context(calls.watched_clearing(self.state))
+        self._stack.enter_context(calls.watched_kernels(self.state))
         self._stack.enter_context(_Mode(self.state))
         return self.tape
 
@@ -119,7 +120,7 @@ class _Mode(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper such as DTensor unfolds itself; its inner operations come back here
         state = self.state
-        if state.tape.broken or func.namespace == "profiler":
+        if state.tape.broken or state.paused or func.namespace == "profiler":
             return func(*args, **kwargs)
         grad_enabled = state.grad_enabled = torch.is_grad_enabled()
         with torch.no_grad():
@@ -156,6 +157,7 @@ class _State:
         self.backward: list[BackwardCall] = []
         self.optimizer_depth = 0
         self.grad_enabled = True
+        self.paused = False
         self.forward_at: dict[int, int] = {}  # autograd sequence number -> forward operation
         self.made_at: dict[tuple[int, int], int] = {}  # (sequence number, output) -> slot
         self.fill = not (
@@ -217,7 +219,7 @@ class _State:
         elif not is_collective(func):
             for tensor in written:
                 self.unknown.pop(_storage_key(tensor) or 0, None)
-        if is_random(func, args, kwargs):
+        if is_random(func, args, kwargs) or name == "wait_tensor":  # a collective's result is known when it is awaited
             operation.frozen = _freeze(name, written if name == "rrelu_with_noise" else fresh or written)
         if not is_view(func) and name not in FRESH:
             number = fingerprint(fresh or written)
@@ -389,12 +391,21 @@ class _State:
             operation = self.append(load, (Ref(slot, False),), {}, line, writes=(slot,))
             operation.frozen = (tensor.detach().clone(),)
             if self.call is not None:
-                self.call.opaque = "a kernel that PyTorch does not dispatch writes its results"
+                self.call.opaque = self.call.opaque or "a kernel that PyTorch does not dispatch writes its results"
             if ours and tensor.is_floating_point():
                 untouched = int((tensor == torch.tensor(SENTINEL).to(tensor.dtype)).sum())
                 if untouched:
                     text = f"{untouched} of {tensor.numel()} elements of {self.tape.slots[slot]}"
                     self.tape.never_written[operation.index] = text
+
+    def changed_outside(self, tensors: list[torch.Tensor], before: list[float | None]) -> None:
+        """A kernel has run: the memory it changed is no longer known."""
+        for tensor, number in zip(tensors, before, strict=True):
+            key = _storage_key(tensor)
+            now = fingerprint([tensor])
+            if key is not None and now is not None and float(now) != number and key not in self.unknown:
+                self.keep_before_write(tensor, "")
+                self.unknown[key] = False
 
     def fill_fresh(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -18,6 +18,7 @@ import torch
 
 from gradproof.tape.execute import CannotReplay, converted, execute
 from gradproof.tape.operations import BackwardCall, FunctionCall, Operation, Ref, Tape
+from gradproof.tape.operators import is_collective
 from gradproof.tape.record import alias, fingerprint, load
 
 Leaves = Mapping[str, torch.Tensor] | Mapping[int, torch.Tensor]
@@ -286,6 +287,8 @@ class Player:
             else:
                 self.value(slot).copy_(frozen)
             return None, ""
+        if is_collective(operation.func) and operation.frozen is None:
+            return _without_others(operation), ""
         if operation.func is alias:
             return alias(self.argument(operation)(operation.args[0]), *operation.args[1:]), ""
         return execute(operation, self.argument(operation), self.tape.slots, self.dtype, self.fresh)
@@ -398,6 +401,14 @@ class Player:
             self.env[stored] = self.value(stored).detach() + gradient
         else:
             self.env[stored] = gradient.clone()
+
+
+def _without_others(operation: Operation) -> Any:
+    """A collective is never run again: what it brought is read from the tape where it is used."""
+    if isinstance(operation.results, Ref):
+        slot = operation.results.slot
+        raise CannotReplay(f"{operation.name} talks to other processes (slot {slot})")
+    return None
 
 
 def _first(error: Exception) -> str:

@@ -17,6 +17,7 @@ from gradproof.tape.cuts import Cut, find_cuts
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.locate import find_never_written
 from gradproof.tape.operations import Line, Slot, Tape, references
+from gradproof.tape.operators import is_collective
 from gradproof.tape.pattern import cosine, describe_difference, relative_error
 from gradproof.tape.replay import Player, Replay, differentiate, real_contributions, replay_exactly
 from gradproof.tape.stale import (
@@ -434,6 +435,8 @@ def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culpri
 
 
 def _judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -> list[Accumulation]:
+    if any(is_collective(operation.func) for operation in tape.operations):
+        return []  # .grad holds the average over all processes
     ends = {call.index: call.last for call in tape.top_backwards}
     last_end = max((ends[index] for index in real), default=0)
     for step in tape.stepped_at:
