@@ -106,7 +106,9 @@ def gpu_memory(model, step):
         with record(names) if taped else contextlib.nullcontext():
             step()
         peaks.append(torch.cuda.max_memory_allocated() / 1e9)
-    print(f"  peak memory of a step {peaks[0]:.2f} GB, recorded {peaks[1]:.2f} GB ({peaks[1] / peaks[0]:.2f} ×)")
+    print(
+        f"  peak memory of a step {peaks[0]:.2f} GB, recorded {peaks[1]:.2f} GB ({peaks[1] / peaks[0]:.2f} ×)"
+    )
 
 
 # -- the same origins of NaN, by each tool: line, module, or not found
@@ -172,7 +174,14 @@ def with_torchlens(origin):
         history = torchlens.log_forward_pass(model, list(batch), layers_to_save="all")
     except Exception:
         return "-"
-    bad = next((layer for layer in history if not bool(torch.isfinite(torch.as_tensor(layer.tensor_contents)).all())), None)
+    bad = next(
+        (
+            layer
+            for layer in history
+            if not bool(torch.isfinite(torch.as_tensor(layer.tensor_contents)).all())
+        ),
+        None,
+    )
     return "module" if bad is not None and "bad" in str(bad.containing_module_origin) else "-"
 
 
@@ -203,7 +212,7 @@ def print_comparison():
         print(f"{'placed by ' + level if level != '-' else 'not placed':36s}" + row)
     print(f"{'cost, × a plain step':36s}" + "".join(f"{cost(name):>16.2f}" for name, _ in tools))
     silent = sum(with_healthy(origin) for origin in tape_nans.HEALTHY)
-    print(f"gradproof is silent on {silent} of {len(tape_nans.HEALTHY)} healthy models full of −inf and untaken NaN")
+    print(f"gradproof is silent on {silent} of {len(tape_nans.HEALTHY)} healthy models full of −inf and NaN")
 
 
 def with_healthy(healthy):
@@ -248,7 +257,9 @@ def main():
         for autocast in (False, True):
             name = "bfloat16 autocast" if autocast else "float32"
             model, step = gpt2(autocast)
-            print_times(f"GPT-2 124M, 4 × 1024 tokens, {name}, {torch.cuda.get_device_name()}", model, step, "cuda")
+            print_times(
+                f"GPT-2 124M, 4 × 1024 tokens, {name}, {torch.cuda.get_device_name()}", model, step, "cuda"
+            )
             gpu_memory(model, step)
             del model, step
             torch.cuda.empty_cache()

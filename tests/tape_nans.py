@@ -1,4 +1,5 @@
-"""Where NaN and Inf come from: each origin is a module with one line that does it, inside a causal model full of −inf."""
+"""Where NaN and Inf come from: each origin is a module with one line that does it, inside a causal model
+full of −inf."""
 
 from __future__ import annotations
 
@@ -220,15 +221,18 @@ FORWARD = [
     SquaredNormOverflow, UnfilledMemory, UnfilledCache, TinyRms,
 ]  # fmt: skip
 BACKWARD = [
-    RootAtZero, NormAtZero, WhereBranch, PowerAtZero, AcosAtOne, InfinityTimesZero, HandWritten, HalfGradientOverflow,
+    RootAtZero, NormAtZero, WhereBranch, PowerAtZero, AcosAtOne, InfinityTimesZero, HandWritten,
+    HalfGradientOverflow,
     RootOfTinyRms, EqualEigenvalues, ReciprocalSquares,
 ]  # fmt: skip
 OPERATORS = {
     LogZero: "log", ZeroOverZero: "div", NegativeRoot: "sqrt", NegativePower: "pow", ExpOverflow: "exp",
-    HalfOverflow: "mm", AllMasked: "_softmax", OneSample: "var", SquaredNormOverflow: "pow", UnfilledMemory: "empty",
+    HalfOverflow: "mm", AllMasked: "_softmax", OneSample: "var", SquaredNormOverflow: "pow", UnfilledMemory:
+    "empty",
     UnfilledCache: "empty", TinyRms: "div", RootAtZero: "sqrt", NormAtZero: "sqrt", WhereBranch: "log",
     PowerAtZero: "pow", AcosAtOne: "acos", InfinityTimesZero: "pow", HandWritten: "Unsafe",
-    HalfGradientOverflow: "mul", RootOfTinyRms: "rsqrt", EqualEigenvalues: "_linalg_eigh", ReciprocalSquares: "reciprocal",
+    HalfGradientOverflow: "mul", RootOfTinyRms: "rsqrt", EqualEigenvalues: "_linalg_eigh",
+    ReciprocalSquares: "reciprocal",
 }  # fmt: skip
 
 
@@ -330,7 +334,8 @@ class Packed(nn.Module):
 
 
 HEALTHY = [
-    Additive, UntakenLog, UntakenDivision, Filled, UnusedTail, BadMetric, RunningMaximum, TopOnly, Clamped, NanToNumber,
+    Additive, UntakenLog, UntakenDivision, Filled, UnusedTail, BadMetric, RunningMaximum, TopOnly, Clamped,
+    NanToNumber,
     Packed,
 ]  # fmt: skip
 

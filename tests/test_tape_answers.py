@@ -1,4 +1,5 @@
-"""The smaller questions a tape answers: gains, the descent test, digits left, and a bundle that stands alone."""
+"""The smaller questions a tape answers: gains, the descent test, digits left, and a bundle that stands
+alone."""
 
 import runpy
 
@@ -72,7 +73,9 @@ def test_descent_test_is_one_for_a_true_gradient():
 
 
 def test_descent_test_points_at_the_room_of_the_fault():
-    answer = descent_of("block", tape_faults.BlockResidualLost)  # the end of layers.1: wrong for what lies before it
+    answer = descent_of(
+        "block", tape_faults.BlockResidualLost
+    )  # the end of layers.1: wrong for what lies before it
     assert not answer.right
     assert answer.suspect.name == "layers.1"
     assert [g.name for g in answer.groups if g.right] == ["head", "batch_norm.weights"]
@@ -101,7 +104,14 @@ def test_digits_are_lost_where_large_numbers_cancel():
 
 
 @pytest.mark.parametrize(
-    "origin", [tape_nans.LogZero, tape_nans.HalfOverflow, tape_nans.RootAtZero, tape_nans.AllMasked, tape_nans.WhereBranch]
+    "origin",
+    [
+        tape_nans.LogZero,
+        tape_nans.HalfOverflow,
+        tape_nans.RootAtZero,
+        tape_nans.AllMasked,
+        tape_nans.WhereBranch,
+    ],
 )
 def test_bundle_reproduces_the_bad_operation_alone(origin, tmp_path, capsys):
     model, batch = tape_nans.build(origin)

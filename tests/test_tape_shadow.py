@@ -1,4 +1,5 @@
-"""Wrong backwards of twenty kinds, each found in one taped step by class, module and line; the same written right is silent."""
+"""Wrong backwards of twenty kinds, each found in one taped step by class, module and line; the same written
+right is silent."""
 
 import inspect
 
@@ -42,11 +43,13 @@ def shadow_of(where=None, wrong=None, precision="float32"):
 
 KINDS = {
     tape_faults.GeluStaleCache: "stale activation", tape_faults.GeluTailUnwritten: "memory never written",
-    tape_faults.TanhRecomputedWrong: "recomputed differently", tape_faults.WorkspaceReused: "stale activation",
+    tape_faults.TanhRecomputedWrong: "recomputed differently", tape_faults.WorkspaceReused:
+    "stale activation",
 }  # fmt: skip
 PATTERNS = {
     tape_faults.LinearTransposed: "transposed", tape_faults.EmbeddingOffByOne: "shifted by one",
-    tape_faults.AttentionUnscaled: "2 × expected", tape_faults.AttentionDroppedHead: "zero at 3 of dimension 1",
+    tape_faults.AttentionUnscaled: "2 × expected", tape_faults.AttentionDroppedHead:
+    "zero at 3 of dimension 1",
     tape_faults.LinearNoBias: "no gradient comes back", tape_faults.ConvolutionFlipped: "reversed",
     tape_faults.CrossEntropySum: "× expected",
 }  # fmt: skip
@@ -270,7 +273,8 @@ def test_opaque_function_is_decided_by_finite_differences(slope, monkeypatch):
 
 
 class KernelSine(torch.autograd.Function):
-    """Written like a Triton or C++ kernel: it fills memory that PyTorch allocated, unseen by the dispatcher."""
+    """Written like a Triton or C++ kernel: it fills memory that PyTorch allocated, unseen by the
+    dispatcher."""
 
     written = None
 

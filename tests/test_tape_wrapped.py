@@ -22,7 +22,9 @@ def names_of(model):
 
 @pytest.fixture
 def one_process(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -40,7 +42,9 @@ def test_ddp(one_process, wrong):
     model, batch = tape_faults.build("norm" if wrong else None, wrong)
     answer = shadow(taped(model, DistributedDataParallel(model), batch))
     assert answer.right == (wrong is None)
-    assert [(c.what, c.module) for c in answer.culprits] == ([("LayerNormSign", "layers.1.norm")] if wrong else [])
+    assert [(c.what, c.module) for c in answer.culprits] == (
+        [("LayerNormSign", "layers.1.norm")] if wrong else []
+    )
     assert not answer.accumulation
 
 
@@ -82,7 +86,9 @@ def test_nan_in_a_compiled_model_is_located():
 
 
 def _train_rank(rank, directory):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     wrapped = DistributedDataParallel(model)
@@ -122,7 +128,7 @@ def test_compiled_by_inductor():
 @pytest.mark.slow
 def test_triton_kernel_is_judged_by_finite_differences(tmp_path):
     pytest.importorskip("triton")
-    code = '''
+    code = """
 import sys, torch, triton
 import triton.language as tl
 from gradproof.tape.record import record
@@ -153,10 +159,14 @@ for Square.slope, right in ((2.0, True), (1.9, False)):
     answer = shadow(tape)
     assert answer.right == right, str(answer)
     assert right or answer.culprits[0].what == "Square"
-'''
+"""
     script = tmp_path / "kernel.py"
     script.write_text(code)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
     subprocess.run([sys.executable, str(script)], check=True, env=environment)
 
 

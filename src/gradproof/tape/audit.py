@@ -1,7 +1,9 @@
 """Is the backward of each hand-written autograd.Function of a step the derivative of its forward?
 
-Each call is judged alone, on the inputs and the incoming gradient it had in the step: its taped forward is differentiated in
-float64, and the same derivative in the step's own precision says how much of a difference is rounding. Where the forward
+Each call is judged alone, on the inputs and the incoming gradient it had in the step: its taped forward is
+differentiated in
+float64, and the same derivative in the step's own precision says how much of a difference is rounding.
+Where the forward
 cannot be replayed (Triton, NumPy, C++ inside), directional finite differences of the function itself decide.
 """
 
@@ -15,7 +17,7 @@ import torch
 
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import FunctionCall, Line, Operation, Ref, Tape
-from gradproof.tape.pattern import describe_difference, relative_error
+from gradproof.tape.pattern import describe_difference, relative_error, wide
 from gradproof.tape.replay import Player
 
 DIRECTIONS = 3
@@ -47,7 +49,7 @@ class Audit:
         where = f" in {self.call.module}" if self.call.module else ""
         verdict = "right" if self.right else "wrong"
         return (
-            f"backward of {self.call.cls.__name__}{where} is {verdict} {what}: {self.pattern or f'{self.error:.1e} off'}\n"
+            f"backward of {self.call.cls.__name__}{where} is {verdict} {what}: {self.pattern or 'the same'}\n"
             f"  relative error {self.error:.2g}, {self.tolerance:.2g} allowed ({self.method})\n"
             f"  backward       {self.line.file}:{self.line.number}\n"
             f"  called         {self.call.line}"
@@ -56,12 +58,14 @@ class Audit:
 
 @dataclass
 class Auditor:
-    """Collects what each call needs while the step is replayed exactly, and judges it when its backward has ended."""
+    """Collects what each call needs while the step is replayed exactly, and judges it when its backward has
+    ended."""
 
     tape: Tape
     audits: list[Audit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     captured: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)  # call -> backwards still to come
 
     def schedule(self) -> dict[int, list[Callable[[Player], None]]]:
         """What to look at before which operation of an exact replay."""
@@ -77,7 +81,7 @@ class Auditor:
         return looks
 
     def _capture(self, player: Player, call: FunctionCall) -> None:
-        slots = {slot for slot in (*external_reads(self.tape, call), *call.inputs)}
+        slots = {*external_reads(self.tape, call), *call.inputs}
         values = {}
         for slot in slots:
             try:
@@ -87,6 +91,7 @@ class Auditor:
         self.captured[call.index] = values
 
     def _judge(self, player: Player, call: FunctionCall, slots_in: list, slots_out: list) -> None:
+        self.waiting[call.index] = self.waiting.get(call.index, len(call.backwards)) - 1
         try:
             gradients_in = [None if slot is None else player.value(slot).detach() for slot in slots_in]
             gradients_out = [None if slot is None else player.value(slot).detach() for slot in slots_out]
@@ -96,6 +101,8 @@ class Auditor:
             self.notes.append(
                 f"backward of {call.cls.__name__} could not be judged: {str(error)[:160] or error!r}"
             )
+        if self.waiting[call.index] == 0:
+            del self.captured[call.index]
 
 
 def segment(tape: Tape, call: FunctionCall) -> list[Operation]:
@@ -162,8 +169,8 @@ def judge_by_derivative(
             right = torch.zeros(
                 tape.slots[ref.slot].shape, dtype=torch.float64, device=tape.slots[ref.slot].device
             )
-        mine = own[place]
-        noise = float(torch.linalg.vector_norm((right if mine is None else mine.double()) - right))
+        right, mine = wide(right), own[place]
+        noise = float(torch.linalg.vector_norm((right if mine is None else wide(mine)) - right))
         size = float(torch.linalg.vector_norm(right))
         floor = max(8 * noise, 4 * eps * math.sqrt(depth) * size, 1e-5 * size, 1e-3 * eps * size_in)
         tolerance = floor / size if size > 0 else floor
@@ -172,7 +179,7 @@ def judge_by_derivative(
         elif size > 0:
             error = relative_error(got, right)
         else:
-            error = float(torch.linalg.vector_norm(got.double()))
+            error = float(torch.linalg.vector_norm(wide(got)))
         error = error if error == error else float("inf")
         if not all(
             bool(torch.isfinite(t).all()) for t in (right, *(g for g in gradients_in if g is not None))
@@ -188,7 +195,8 @@ def judge_by_derivative(
 def judge_by_differences(
     tape: Tape, call: FunctionCall, values: dict, gradients_in: list, gradients_out: list
 ) -> list[Audit]:
-    """Directional finite differences of the function itself: Σ⟨g, F(x + hv) − F(x − hv)⟩ / 2h against ⟨gradient, v⟩."""
+    """Directional finite differences of the function itself: Σ⟨g, F(x + hv) − F(x − hv)⟩ / 2h against
+    ⟨gradient, v⟩."""
     refs = [(place, arg) for place, arg in enumerate(a for a in call.args if isinstance(a, Ref))]
     precise = _runs_in_double(call, values)
     dtype = torch.float64 if precise else None
@@ -288,26 +296,17 @@ def _parameter_name(tape: Tape, slot: int) -> str:
     return ""
 
 
+STEP_FUNCTIONS = {
+    "round", "sign", "sgn", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "heaviside", "argmax",
+    "bernoulli", "_to_copy",
+}  # fmt: skip
+
+
 def _surrogate(tape: Tape, call: FunctionCall, got: torch.Tensor | None, right: torch.Tensor) -> str:
+    """Why a backward that is not the derivative may be meant; empty when nothing speaks for it."""
     names = {op.name for op in segment(tape, call)}
-    if not bool(right.any()) and got is not None and bool(got.any()):
-        if names & {
-            "round",
-            "sign",
-            "floor",
-            "ceil",
-            "gt",
-            "ge",
-            "lt",
-            "le",
-            "heaviside",
-            "argmax",
-            "bernoulli",
-            "trunc",
-            "_to_copy",
-            "sgn",
-        }:
-            return "its forward is a step function: a straight-through estimator?"
+    if not bool(right.any()) and got is not None and bool(got.any()) and names & STEP_FUNCTIONS:
+        return "its forward is a step function: a straight-through estimator?"
     if names <= {"view", "alias", "view_as", "clone", "detach", "_unsafe_view"}:
         return "its forward passes the input on: a gradient reversal, scaling or clipping on purpose?"
     return ""

@@ -1,4 +1,5 @@
-"""A bad operation as a directory of its own: operands, description, and a script that reproduces it without the model."""
+"""A bad operation as a directory of its own: operands, description, and a script that reproduces it without
+the model."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def value(part):
 
 
 def flatten(result):
-    return [result] if isinstance(result, torch.Tensor) else [t for part in result or () for t in flatten(part)]
+    return [result] if isinstance(result, torch.Tensor) else [t for r in result or () for t in flatten(r)]
 
 
 namespace, name, overload = about["operator"]
@@ -51,10 +52,11 @@ args = [value(part) for part in about["args"]]
 kwargs = {key: value(part) for key, part in about["kwargs"].items()}
 for key, tensor in tensors.items():
     if tensor.is_floating_point():
-        print(f"{key}: {str(tensor.dtype)[6:]}{list(tensor.shape)} from {tensor.min():.4g} to {tensor.max():.4g}")
+        print(f"{key}: {tensor.dtype}{list(tensor.shape)} from {tensor.min():.4g} to {tensor.max():.4g}")
 result = operator(*args, **kwargs)
 changed = [args[place] for place in about["writes"]]
-bad = sum(int((~torch.isfinite(t)).sum()) for t in flatten(result) + flatten(changed) if t.is_floating_point())
+made = [tensor for tensor in flatten(result) + flatten(changed) if tensor.is_floating_point()]
+bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in made)
 print(f"{namespace}.{name}.{overload}: {bad} results are not finite; in the run: {about['count']}")
 print(about["place"])
 raise SystemExit(0 if bad else 1)
@@ -62,26 +64,40 @@ raise SystemExit(0 if bad else 1)
 
 
 def write_bundle(tape: Tape, bad: FirstBad, directory: str | Path) -> Path:
-    """Writes operands.safetensors, operation.json and reproduce.py for a located operation; returns the directory."""
+    """Writes operands.safetensors, operation.json and reproduce.py for a located operation; returns the
+    directory."""
     from safetensors.torch import save_file
 
     index = bad.index
     if index < 0:  # a leaf was bad already: the operation that reads it first
-        where = [op.index for op in tape.operations if any(tape.slots[s].name in bad.why for s in op.reads if tape.slots[s].name)]
+        where = [
+            op.index
+            for op in tape.operations
+            if any(tape.slots[s].name in bad.why for s in op.reads if tape.slots[s].name)
+        ]
         index = where[0] if where else -1
     operation = tape.operations[index] if index >= 0 else None
     if operation is None or not hasattr(operation.func, "_schema") or bad.kind == "memory never written":
-        raise UserError(f"{bad.operator} at {bad.line} cannot be bundled alone: it is no single operator with operands")
+        raise UserError(
+            f"{bad.operator} at {bad.line} cannot be bundled alone: it is no single operator with operands"
+        )
     player = Player(tape, None, None)
     player.play(tape.operations[:index], keep_for=operation)
     tensors: dict[str, torch.Tensor] = {}
-    described = {slot: _describe(player.value(slot), tensors) for slot in {ref.slot for ref in references((operation.args, operation.kwargs))}}
+    described = {
+        slot: _describe(player.value(slot), tensors)
+        for slot in {ref.slot for ref in references((operation.args, operation.kwargs))}
+    }
     schema = operation.func._schema
     about = {
         "operator": [*schema.name.split("::"), schema.overload_name or "default"],
         "args": _encode(operation.args, described),
         "kwargs": _encode(operation.kwargs, described),
-        "writes": [i for i, a in enumerate(schema.arguments[: len(operation.args)]) if a.alias_info and a.alias_info.is_write],
+        "writes": [
+            i
+            for i, a in enumerate(schema.arguments[: len(operation.args)])
+            if a.alias_info and a.alias_info.is_write
+        ],
         "count": bad.count,
         "place": tape.place(operation),
         "why": bad.why,
@@ -98,7 +114,7 @@ def write_bundle(tape: Tape, bad: FirstBad, directory: str | Path) -> Path:
 def _describe(value: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict:
     """A tensor goes to disk densely, in the memory order it had."""
     name = f"operand{len(tensors)}"
-    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
     dense = value.detach().cpu().permute(order).contiguous()
     tensors[name] = dense.clone()
     strides = [0] * value.dim()

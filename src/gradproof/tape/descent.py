@@ -1,7 +1,7 @@
 """The cheap first test of a gradient, without a tape: does the loss change along it as it says?
 
-ρ = [L(θ + αg) − L(θ − αg)] / (2α‖g‖²) is 1 for a true gradient. Group by group, from the loss backwards, the first group whose
-ρ is not 1 is the room where the fault is.
+ρ = [L(θ + αg) − L(θ − αg)] / (2α‖g‖²) is 1 for a true gradient. Group by group, from the loss backwards,
+the first group whose ρ is not 1 is the room where the fault is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-LENGTHS = 5  # steps tried, each a quarter of the one before: curvature shows in long ones, rounding in short ones
+LENGTHS = (
+    5  # steps tried, each a quarter of the one before: curvature shows in long ones, rounding in short ones
+)
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,22 @@ class Descent:
         return next((group for group in self.groups if not group.right), None)
 
     def __str__(self) -> str:
-        state = "the loss changes as the gradient says" if self.right else "the loss does not change as the gradient says"
+        state = (
+            "the loss changes as the gradient says"
+            if self.right
+            else "the loss does not change as the gradient says"
+        )
         place = "" if self.suspect is None else f"; first at {self.suspect}"
         return f"{state}: {self.whole}{place}"
 
 
-def descent_test(loss: Callable[[], torch.Tensor], parameters: Mapping[str, torch.Tensor], depth: int = 2) -> Descent:
+def descent_test(
+    loss: Callable[[], torch.Tensor], parameters: Mapping[str, torch.Tensor], depth: int = 2
+) -> Descent:
     """ρ from parameters whose .grad is filled; `loss()` evaluates the same batch again, eleven times a group.
 
-    Groups are the first `depth` parts of the names. Random numbers and in-place buffers must not change the loss: the
+    Groups are the first `depth` parts of the names. Random numbers and in-place buffers must not change the
+    loss: the
     generators are put back before each evaluation.
     """
     filled = {name: p for name, p in parameters.items() if p.grad is not None}
@@ -64,11 +73,14 @@ def descent_test(loss: Callable[[], torch.Tensor], parameters: Mapping[str, torc
     for name, parameter in filled.items():
         groups.setdefault(".".join(name.split(".")[:-1][:depth]) or name, {})[name] = parameter
     whole = _ratio("", list(filled.values()), loss)
-    return Descent(whole, tuple(_ratio(name, list(group.values()), loss) for name, group in reversed(groups.items())))
+    return Descent(
+        whole, tuple(_ratio(name, list(group.values()), loss) for name, group in reversed(groups.items()))
+    )
 
 
 def _ratio(name: str, parameters: list[torch.Tensor], loss: Callable[[], torch.Tensor]) -> GroupDescent:
-    square = sum(float(p.grad.double().square().sum()) for p in parameters)  # type: ignore[union-attr]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    square = sum((float(g.double().square().sum()) for g in gradients), 0.0)
     size = sum(float(p.detach().double().square().sum()) for p in parameters) ** 0.5
     if square == 0:
         return GroupDescent(name, 1.0, 0.0)
@@ -119,5 +131,7 @@ def _moved(parameters: list[torch.Tensor], step: float) -> Iterator[None]:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+    with torch.random.fork_rng(
+        devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    ):
         yield

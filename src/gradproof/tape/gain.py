@@ -1,8 +1,8 @@
-"""How much each module and operation enlarges what goes through it, forward and backward, while all is still finite.
+"""How much each module and operation enlarges what goes through it, while all is still finite.
 
-    gains = measure_gains(tape)
-    gains.odd_one                      # the block whose gain is furthest from that of its siblings
-    compare_gains(earlier, gains)      # the block whose gain has changed most since another step
+gains = measure_gains(tape)
+gains.odd_one                      # the block whose gain is furthest from that of its siblings
+compare_gains(earlier, gains)      # the block whose gain has changed most since another step
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Gains:
 
     @property
     def odd_one(self) -> Gain | None:
-        """The module whose gain is furthest from the median of its kind; normalisations only undo what came before."""
+        """The module whose gain is furthest from the median of its kind; normalisations only undo what came
+        before."""
         candidates = [gain for gain in self.modules if "norm" not in gain.kind.lower()]
         return max(candidates, key=self._oddness, default=None)
 
@@ -84,7 +85,9 @@ class GainChange:
 
 def measure_gains(tape: Tape) -> Gains:
     """Gains of all modules and operations of a taped step, from one exact replay."""
-    sizes: dict[tuple[str, int, int], float] = {}  # (in, out or gradient, call or backward, slot) -> root mean square
+    sizes: dict[
+        tuple[str, int, int], float
+    ] = {}  # (in, out or gradient, call or backward, slot) -> root mean square
     operations: list[Gain] = []
     looks: dict[int, list] = {}
     for number, call in enumerate(tape.modules):

@@ -1,7 +1,7 @@
-"""The first operation of a step that makes a NaN or an infinity which reaches the loss, a gradient or a parameter.
+"""The first operation that makes a NaN or an infinity which reaches the loss, a gradient or a parameter.
 
 bad = find_first_bad_operation(tape)
-print(bad)    # operator, module, source line, the operands that did it, the chain to the loss, the batch row
+print(bad)  # operator, module, source line, the operands that did it, the chain to the loss, the batch row
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Line, Operation, Tape
+from gradproof.tape.pattern import ranges
 from gradproof.tape.replay import Player
 from gradproof.tape.rows import trace_rows
 from gradproof.tape.trace import Bad, Trace, follow, origins
@@ -93,7 +94,8 @@ class NeverWritten:
 
 
 def find_first_bad_operation(tape: Tape) -> FirstBad | None:
-    """The first operation whose non-finite result reaches the loss, a gradient or a parameter; None when none does."""
+    """The first operation whose non-finite result reaches the loss, a gradient or a parameter; None when
+    none does."""
     trace = follow(tape, fresh=math.nan)
     found = _first(tape, trace)
     if found is None:
@@ -142,10 +144,10 @@ def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
 def _operation(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
     operation = tape.operations[bad.operation]
     origin = tape.operations[operation.made_from] if operation.made_from is not None else operation
-    operands, mask, result, player = _operands_of(tape, operation, bad)
+    operands, mask, player = _operands_of(tape, operation, bad)
     in_backward = operation.in_backward is not None
     count = int(mask.sum()) if mask is not None else 0
-    where = tuple(mask.nonzero()[0].tolist()) if count else ()
+    where = tuple(mask.nonzero()[0].tolist()) if mask is not None and count else ()
     rows = (
         trace_rows(tape, operation, origin, mask)
         if mask is not None and operation.phase != "optimizer"
@@ -187,8 +189,6 @@ def _leaf(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
     words = {"parameter": "before the step already", "data": "as it came in"}[kind]
     where = tuple(mask.nonzero()[0].tolist())
     rows = sorted(set(mask.nonzero()[:, 0].tolist())) if mask.dim() > 0 else []
-    from gradproof.tape.pattern import ranges
-
     return FirstBad(
         kind=kind,
         index=-1,
@@ -233,7 +233,7 @@ def _never_written(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> Firs
         total=math.prod(shape),
         where=(),
         operands=(),
-        why=f"memory of {operation.name}{list(shape)} is read by {reader.name} before it is all written ({tape.place(reader)})",
+        why=f"{operation.name}{list(shape)} is read by {reader.name} before it is full, {tape.place(reader)}",
         chain=tuple(_shorten([op.name for op in links])),
         reaches=reaches,
         rows="",
@@ -243,7 +243,7 @@ def _never_written(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> Firs
 
 def _operands_of(
     tape: Tape, operation: Operation, bad: Bad
-) -> tuple[list[Operand], torch.Tensor | None, object, Player]:
+) -> tuple[list[Operand], torch.Tensor | None, Player]:
     """The arguments of an operation just before it ran, and where its result is bad."""
     player = Player(tape, None, None)
     player.play(tape.operations[: operation.index], keep_for=operation)
@@ -262,7 +262,7 @@ def _operands_of(
         if operation.name.startswith("_f") and value.shape != tape.slots[bad.slot].shape:
             continue  # the other members of a list
         operands.append(_operand(tape, slot, value, mask, where))
-    return operands[:6], mask, result, player
+    return operands[:6], mask, player
 
 
 def _operand(
@@ -319,9 +319,8 @@ def _explain(operation: Operation, operands: list[Operand], bad: Bad) -> str:
         return "a row that is −inf everywhere: nothing is left to attend to"
     if name in ("var", "std", "var_mean", "std_mean"):
         return "the variance of a single sample is 0 / 0"
-    if name in ("mul", "_foreach_mul") and second is not None:
-        if bad.nan and (0.0 in here or any(value is not None and math.isinf(value) for value in here)):
-            return "infinity times zero"
+    if name in ("mul", "_foreach_mul") and second is not None and bad.nan and 0.0 in here:
+        return "infinity times zero"
     largest = max((max(abs(o.low), abs(o.high)) for o in operands if o.high == o.high), default=0.0)
     limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(first.dtype, 1.8e308)
     if not bad.nan or largest > math.sqrt(limit):

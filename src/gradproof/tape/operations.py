@@ -1,6 +1,8 @@
-"""A recorded step as plain data: slots, operations, and the calls of modules, functions and backward between them.
+"""A recorded step as plain data: slots, operations, and the calls of modules, functions and backward
+between them.
 
-A slot stands for one tensor of the step. It holds no values: those come back by replaying the operations from the leaves.
+A slot stands for one tensor of the step. It holds no values: those come back by replaying the operations
+from the leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Slot:
     device: torch.device
     made_by: int | None = None  # operation; None for a leaf
     storage: int = -1  # slots with the same number share memory
-    kind: str = "result"  # result, parameter, buffer, gradient, input, outside (made by something PyTorch did not see)
+    kind: str = "result"  # result, parameter, buffer, gradient, state, input; outside: not made by PyTorch
     name: str = ""
 
     def __str__(self) -> str:
@@ -93,7 +95,8 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class FunctionCall:
-    """One call of a hand-written autograd.Function: forward operations first to last-1, and what its backward saw."""
+    """One call of a hand-written autograd.Function: forward operations first to last-1, and what its
+    backward saw."""
 
     index: int
     cls: type
@@ -212,7 +215,8 @@ class Tape:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def place(self, operation: Operation) -> str:
-        """Where an operation is: module path and source line; of a backward operation, those of its forward."""
+        """Where an operation is: module path and source line; of a backward operation, those of its
+        forward."""
         origin = operation
         if operation.phase == "backward" and operation.made_from is not None:
             origin = self.operations[operation.made_from]

@@ -1,19 +1,25 @@
-"""What a wrong gradient looks like next to the right one: scaled, negated, transposed, shifted, wrong in some rows."""
+"""What a wrong gradient looks like next to the right one: scaled, negated, transposed, shifted, wrong in
+some rows."""
 
 from __future__ import annotations
 
 import torch
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64; complex numbers as pairs."""
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
 def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
     """|got − truth| / |truth|; infinite when anything is not finite."""
-    distance = float(torch.linalg.vector_norm(got.double() - truth.double()))
-    size = float(torch.linalg.vector_norm(truth.double()))
+    distance = float(torch.linalg.vector_norm(wide(got) - wide(truth)))
+    size = float(torch.linalg.vector_norm(wide(truth)))
     return distance / size if size > 0 else (0.0 if distance == 0 else float("inf"))
 
 
 def cosine(got: torch.Tensor, truth: torch.Tensor) -> float:
-    a, b = got.double().flatten(), truth.double().flatten()
+    a, b = wide(got).flatten(), wide(truth).flatten()
     return float(a @ b / (a.norm() * b.norm()).clamp_min(1e-300))
 
 
@@ -23,7 +29,7 @@ def describe_difference(got: torch.Tensor | None, truth: torch.Tensor, tolerance
         return "no gradient comes back"
     if got.shape != truth.shape:
         return f"shape {list(got.shape)} instead of {list(truth.shape)}"
-    got, truth = got.double(), truth.double()
+    got, truth = wide(got), wide(truth)
     if not bool(torch.isfinite(got).all()):
         return f"{int((~torch.isfinite(got)).sum())} of {got.numel()} entries are not finite"
     if not bool(got.any()):

@@ -12,20 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from gradproof.tape.accumulation import Accumulation, judge_accumulation
 from gradproof.tape.audit import Audit, Auditor
+from gradproof.tape.culprits import Culprit, wrong_functions, wrong_nodes
 from gradproof.tape.cuts import Cut, find_cuts
-from gradproof.tape.execute import CannotReplay
 from gradproof.tape.locate import find_never_written
-from gradproof.tape.operations import Line, Slot, Tape, references
-from gradproof.tape.operators import is_collective
-from gradproof.tape.pattern import cosine, describe_difference, relative_error
-from gradproof.tape.replay import Player, Replay, differentiate, real_contributions, replay_exactly
-from gradproof.tape.stale import (
-    backward_operations,
-    find_foreign_activation,
-    find_overwritten,
-    find_recomputed_differently,
-)
+from gradproof.tape.operations import Slot, Tape, references
+from gradproof.tape.pattern import cosine, describe_difference, wide
+from gradproof.tape.replay import Replay, collect, differentiate, real_contributions, replay_exactly
 
 
 @dataclass(frozen=True)
@@ -50,39 +44,6 @@ class ParameterGradient:
             return f"{self.name}: zero in truth, what is there is rounding"
         text = f"{self.name}: {self.verdict}, {self.error:.1e} off, {self.tolerance:.1e} allowed"
         return f"{text}: {self.pattern}" if self.pattern else text
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The place where a right gradient goes in and a wrong one comes out."""
-
-    kind: str  # wrong backward, stale activation, recomputed differently, memory never written, changed by a hook
-    what: str  # class of the autograd.Function, or operator
-    module: str
-    line: Line | None
-    error: float
-    pattern: str
-    evidence: str = ""
-    called: Line | None = None
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        lines = [f"{self.kind}: {self.what}{where}: {self.pattern}"]
-        lines += [f"  at       {self.line.file}:{self.line.number}"] if self.line else []
-        lines += [f"  called   {self.called}"] if self.called else []
-        lines += [f"  evidence {self.evidence}"] if self.evidence else []
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """.grad as the optimizer sees it is not the sum of what this step's backwards brought."""
-
-    parameter: str
-    how: str
-
-    def __str__(self) -> str:
-        return f".grad of {self.parameter}: {self.how}"
 
 
 @dataclass(frozen=True)
@@ -121,7 +82,8 @@ class Shadow:
         worst = self.worst
         if self.right and worst is not None:
             head = (
-                f"the loss gradient is correct to {self.error:.0e}: {len(self.parameters)} parameters against float64, "
+                f"the loss gradient is correct to {self.error:.0e}: "
+                f"{len(self.parameters)} parameters against float64, "
                 f"worst {worst.name}, {worst.error:.0e} off ({worst.tolerance:.0e} allowed)\n"
                 f"loss {self.loss:.8g}, in float64 {self.true_loss:.8g}"
             )
@@ -155,7 +117,7 @@ def shadow(tape: Tape) -> Shadow:
     scale = _loss_scale(scaled, real.exact)
     parameters = _judge_parameters(tape, real.gradients, truth, own, scale)
     missing = [tape.slots[slot] for slot, p in parameters.items() if p.verdict == "no gradient"]
-    culprits = _wrong_functions(tape, real.auditor.audits)
+    culprits = wrong_functions(tape, real.auditor.audits)
     if never is not None:
         culprits = [
             culprit for culprit in culprits if culprit.what != never.what or culprit.module != never.module
@@ -167,7 +129,7 @@ def shadow(tape: Tape) -> Shadow:
     if surrogates and not culprits:
         parameters = {slot: _excused(p) for slot, p in parameters.items()}
     elif not culprits and any(p.verdict == "wrong" for p in parameters.values()):
-        culprits += _wrong_nodes(tape)
+        culprits += wrong_nodes(tape)
     loss = float(real.exact.losses[0].double().sum()) / scale if real.exact.losses else math.nan
     true_loss = float(truth.losses[0].double().sum()) / scale if truth.losses else math.nan
     return Shadow(
@@ -178,7 +140,7 @@ def shadow(tape: Tape) -> Shadow:
         tuple(surrogates),
         tuple(real.auditor.audits),
         tuple(find_cuts(tape, missing)),
-        tuple(_judge_accumulation(tape, real.gradients, real.final)),
+        tuple(judge_accumulation(tape, real.gradients, real.final)),
         tuple(_notes(tape, real.exact, truth, real.auditor.notes)),
     )
 
@@ -201,24 +163,12 @@ def _replay_real_step(tape: Tape, fresh: float, scaled: tuple[int, int] | None) 
         if call.accumulates:
             gradients[call.index] = {}
             for at, parameter, gradient in real_contributions(tape, call):
-                looks.setdefault(at, []).append(_collect(gradients[call.index], parameter, gradient))
+                looks.setdefault(at, []).append(collect(gradients[call.index], parameter, gradient))
     final: dict[int, torch.Tensor] = {}
     for parameter, (at, gradient) in tape.final_gradients.items():
-        looks.setdefault(at, []).append(_collect(final, parameter, gradient))
+        looks.setdefault(at, []).append(collect(final, parameter, gradient))
     exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh)
     return _RealStep(exact, auditor, gradients, final)
-
-
-def _collect(into: dict[int, torch.Tensor], parameter: int, gradient: int):
-    def look(player: Player) -> None:
-        try:
-            value = player.value(gradient).detach()
-        except CannotReplay:
-            return
-        before = into.get(parameter)
-        into[parameter] = value.clone() if before is None else before + value
-
-    return look
 
 
 def _scaled_loss(tape: Tape) -> tuple[int, int] | None:
@@ -272,12 +222,13 @@ def _judge_one(
             slot.name, 1.0, 0.0, 0.0, 0.0, size / scale, verdict, "" if size == 0 else "no gradient arrives"
         )
     if right is None:
-        right = torch.zeros_like(got, dtype=torch.float64)
+        right = torch.zeros_like(got)
+    right = wide(right)
     size = float(torch.linalg.vector_norm(right))
-    noise = float(torch.linalg.vector_norm((right if mine is None else mine.double()) - right))
+    noise = float(torch.linalg.vector_norm((right if mine is None else wide(mine)) - right))
     # relative error allowed: eight times the measured rounding, at least what the depth of the step explains
     floor = max(8 * noise, eps * size, 1e-5 * size)
-    distance = float(torch.linalg.vector_norm(got.double() - right))
+    distance = float(torch.linalg.vector_norm(wide(got) - right))
     error, tolerance = (distance / size, floor / size) if size > 0 else (distance, floor)
     if not math.isfinite(distance):
         verdict = "not finite"
@@ -294,7 +245,8 @@ def _judge_one(
 
 
 def _excused(parameter: ParameterGradient) -> ParameterGradient:
-    """With a straight-through estimator on the way, the derivative is not what the step was meant to follow."""
+    """With a straight-through estimator on the way, the derivative is not what the step was meant to
+    follow."""
     if parameter.verdict != "wrong":
         return parameter
     values = {**parameter.__dict__, "verdict": "right", "pattern": "a surrogate gradient, not the derivative"}
@@ -320,174 +272,13 @@ def _coarsest(tape: Tape) -> float:
     return max((torch.finfo(dtype).eps for dtype in floats), default=torch.finfo(torch.float32).eps)
 
 
-def _wrong_functions(tape: Tape, audits: list[Audit]) -> list[Culprit]:
-    """One culprit a call, in the order in which backward reached them."""
-    culprits: list[Culprit] = []
-    seen: set[int] = set()
-    for audit in audits:
-        if audit.right or audit.surrogate or audit.call.index in seen:
-            continue
-        seen.add(audit.call.index)
-        others = [a for a in audits if a.call is audit.call and not a.right]
-        pattern = "; ".join(f"{a.parameter or f'argument {a.argument}'}: {a.pattern}" for a in others)
-        kind, evidence, line = _why_wrong(tape, audit)
-        culprits.append(
-            Culprit(
-                kind,
-                audit.call.cls.__name__,
-                audit.call.module,
-                line or audit.line,
-                max(a.error for a in others),
-                pattern,
-                evidence or f"{audit.method}: {audit.error:.2g} off, {audit.tolerance:.1g} allowed",
-                audit.call.line,
-            )
-        )
-    return culprits
-
-
-def _why_wrong(tape: Tape, audit: Audit) -> tuple[str, str, Line | None]:
-    call = audit.call
-    backward = backward_operations(tape, call)
-    overwritten = find_overwritten(tape, call.last, backward)
-    if overwritten is not None:
-        write, read = overwritten
-        text = f"what {read.name} reads was overwritten by {write.name}, {tape.place(write)}"
-        return "stale activation", text, read.line
-    foreign = find_foreign_activation(tape, call, backward)
-    if foreign is not None:
-        read, text = foreign
-        return (
-            "stale activation",
-            f"{read.name} reads a value that is not from this forward: {text}",
-            read.line,
-        )
-    again = find_recomputed_differently(tape, call, backward)
-    if again is not None:
-        return (
-            "recomputed differently",
-            f"{again.name} is repeated in backward with another result than in forward",
-            again.line,
-        )
-    return "wrong backward", "", None
-
-
-def _wrong_nodes(tape: Tape) -> list[Culprit]:
-    """No hand-written function is at fault: compare the gradient at each slot, from the loss backwards."""
-    pairs = [
-        (at, slot, gradient)
-        for call in tape.top_backwards
-        if not call.create_graph
-        for at, slot, gradient in call.received
-    ]
-    pairs += [
-        triple for call in tape.top_backwards if call.accumulates for triple in real_contributions(tape, call)
-    ]
-    if len([call for call in tape.top_backwards if call.accumulates]) != 1:
-        return []  # several backwards reach a slot: their gradients cannot be told apart slot by slot
-    got: dict[int, torch.Tensor] = {}
-    looks: dict[int, list] = {}
-    for at, slot, gradient in sorted(pairs):
-        looks.setdefault(at, []).append(_collect(got, slot, gradient))
-    replay_exactly(tape, at=looks)
-    own = differentiate(tape, gradients_at=[slot for _, slot, _ in pairs])
-    expected = {**own.slot_gradients, **own.gradients}
-    for _, slot, gradient in sorted(pairs):
-        if slot not in expected or slot not in got or got[slot].shape != expected[slot].shape:
-            continue
-        error = relative_error(got[slot], expected[slot])
-        if error > max(1e-4, 64 * torch.finfo(got[slot].dtype).eps):
-            return [_culprit_at(tape, gradient, error, describe_difference(got[slot], expected[slot], 1e-4))]
-    return []
-
-
-def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culprit:
-    made_by = tape.slots[gradient].made_by
-    while made_by is not None and tape.operations[made_by].name in (
-        "detach",
-        "view",
-        "t",
-        "alias",
-        "transpose",
-        "expand",
-    ):
-        refs = tape.operations[made_by].reads
-        if not refs or tape.slots[refs[0]].made_by is None:
-            break
-        made_by = tape.slots[refs[0]].made_by
-    if made_by is None:
-        return Culprit("wrong gradient", "made outside PyTorch", "", None, error, pattern)
-    operation = tape.operations[made_by]
-    origin = tape.operations[operation.made_from] if operation.made_from is not None else operation
-    if operation.line is not None and operation.in_backward is not None:
-        return Culprit("changed by a hook", operation.name, origin.module, operation.line, error, pattern)
-    siblings = [
-        op for op in tape.operations if op.made_from == operation.made_from and op.in_backward is not None
-    ]
-    overwritten = find_overwritten(tape, origin.index + 1, siblings)
-    if overwritten is not None:
-        write, _ = overwritten
-        text = f"what {operation.node} saved was overwritten by {write.name}, {tape.place(write)}"
-        return Culprit("stale activation", origin.name, origin.module, origin.line, error, pattern, text)
-    return Culprit(
-        "wrong gradient", operation.node or operation.name, origin.module, origin.line, error, pattern
-    )
-
-
-def _judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -> list[Accumulation]:
-    if any(is_collective(operation.func) for operation in tape.operations):
-        return []  # .grad holds the average over all processes
-    ends = {call.index: call.last for call in tape.top_backwards}
-    last_end = max((ends[index] for index in real), default=0)
-    for step in tape.stepped_at:
-        if any(last_end <= clear <= step for clear in tape.cleared_at) and step >= last_end > 0:
-            names = [tape.slots[slot].name for slot in sorted({slot for call in real.values() for slot in call})]
-            return [Accumulation(name, "cleared between backward and step") for name in names]
-    found = []
-    for slot, value in final.items():
-        read_at = tape.final_gradients[slot][0]
-        cleared = max((clear for clear in tape.cleared_at if clear <= read_at), default=0)
-        parts = [call[slot] for index, call in real.items() if slot in call and cleared <= ends[index] <= read_at]
-        if not parts or not bool(torch.isfinite(value).all()):
-            continue
-        total = sum(parts[1:], parts[0])
-        how = _accumulation_fault(value, parts, total, _stale_gradient(tape, slot))
-        if how:
-            found.append(Accumulation(tape.slots[slot].name, how))
-    return found
-
-
-def _accumulation_fault(
-    value: torch.Tensor, parts: list[torch.Tensor], total: torch.Tensor, old: torch.Tensor | None
-) -> str:
-    """Why .grad is not the sum of the backwards; empty when it is, also clipped or unscaled."""
-    if not bool(value.any()) and bool(total.any()):
-        return "zero when the optimizer reads it"
-    if old is not None and bool(old.any()) and relative_error(value, total + old) <= 1e-3:
-        share = float(old.double().norm() / value.double().norm())
-        return f"holds {share:.0%} of an earlier step's gradient: not cleared before this step"
-    scale = float((value.double() * total.double()).sum() / total.double().square().sum().clamp_min(1e-300))
-    if relative_error(value, scale * total) <= 1e-3:
-        return ""
-    if len(parts) > 1 and relative_error(value, parts[-1]) <= 1e-3:
-        return f"only the last of {len(parts)} backwards is in it: overwritten, not added"
-    return f"{relative_error(value, total):.2g} off the sum of {len(parts)} backwards"
-
-
-def _stale_gradient(tape: Tape, slot: int) -> torch.Tensor | None:
-    for call in tape.top_backwards:
-        stored = call.stored.get(slot)
-        if stored is not None and tape.slots[stored].made_by is None:
-            return tape.leaf_value(stored)
-    return None
-
-
 def _notes(tape: Tape, exact: Replay, truth: Replay, others: list[str]) -> list[str]:
     notes = [tape.broken] if tape.broken else []
     if exact.departs_at is not None:
         operation = tape.operations[exact.departs_at]
         notes.append(
-            f"{operation.name} made something else when replayed ({tape.place(operation)}): what follows it is approximate"
+            f"{operation.name} made something else when replayed ({tape.place(operation)}): "
+            "what follows it is approximate"
         )
     seen: set[str] = set()
     for index, text in truth.notes.items():

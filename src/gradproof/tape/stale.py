@@ -1,4 +1,5 @@
-"""Did a backward read what its forward produced? What it reads is on the tape, and so is who wrote to that memory since."""
+"""Did a backward read what its forward produced? What it reads is on the tape, and so is who wrote to that
+memory since."""
 
 from __future__ import annotations
 
@@ -50,8 +51,10 @@ def find_recomputed_differently(
 
 # what a backward contains only because it recomputes the forward
 _REPEATED = {
-    "tanh", "sigmoid", "erf", "_softmax", "_log_softmax", "relu", "gelu", "silu", "softplus", "sin", "cos", "rsqrt",
-    "native_layer_norm", "native_batch_norm", "native_group_norm", "native_dropout", "bernoulli_", "elu", "leaky_relu",
+    "tanh", "sigmoid", "erf", "_softmax", "_log_softmax", "relu", "gelu", "silu", "softplus", "sin", "cos",
+    "rsqrt",
+    "native_layer_norm", "native_batch_norm", "native_group_norm", "native_dropout", "bernoulli_", "elu",
+    "leaky_relu",
 }  # fmt: skip
 
 
