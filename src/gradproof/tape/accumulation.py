@@ -8,7 +8,7 @@ import torch
 
 from gradproof.tape.operations import Tape
 from gradproof.tape.operators import is_collective
-from gradproof.tape.pattern import relative_error
+from gradproof.tape.pattern import relative_error, wide
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def _accumulation_fault(
     if not bool(value.any()) and bool(total.any()):
         return "zero when the optimizer reads it"
     if old is not None and bool(old.any()) and relative_error(value, total + old) <= 1e-3:
-        share = float(old.double().norm() / value.double().norm())
+        share = float(wide(old).norm() / wide(value).norm())
         return f"holds {share:.0%} of an earlier step's gradient: not cleared before this step"
-    scale = float((value.double() * total.double()).sum() / total.double().square().sum().clamp_min(1e-300))
+    scale = float((wide(value) * wide(total)).sum() / wide(total).square().sum().clamp_min(1e-300))
     if relative_error(value, scale * total) <= 1e-3:
         return ""
     if len(parts) > 1 and relative_error(value, parts[-1]) <= 1e-3:

@@ -126,11 +126,14 @@ def derivative(
     player = Player(tape, dtype, values, autograd=True, open_functions=False)
     with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
         tracked = [arg for arg in call.args if isinstance(arg, Ref)]
+        written = {slot for operation in segment(tape, call) for slot in operation.writes}
         leaves = []
         for ref in tracked:
             tensor = player.value(ref.slot)
             if ref.tracked and not tensor.requires_grad:
                 tensor = player.env[ref.slot] = tensor.detach().requires_grad_()
+                if ref.slot in written:
+                    player.env[ref.slot] = tensor.clone()  # a leaf cannot be changed in place
             leaves.append(tensor)
         for operation in segment(tape, call):
             player.step(operation)
@@ -256,7 +259,7 @@ def call_function(call: FunctionCall, values: dict, dtype: torch.dtype | None) -
         )
 
     with torch.no_grad():
-        result = call.cls.apply(*(arg(value) for value in call.args))  # type: ignore[attr-defined]
+        result = call.cls.apply(*(arg(value) for value in call.args))
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx, FunctionMeta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -103,13 +103,26 @@ def watched_functions(state: State) -> Iterator[None]:
     """Notes every call of a hand-written autograd.Function: its class, arguments, operations and results."""
     with ExitStack() as stack:
         for cls in _function_classes(torch.autograd.Function):
-            own = cls.__dict__.get("forward")
-            if own is None or (cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction"):
-                continue
-            watched = staticmethod(_watched_forward(state, cls, own.__get__(None, cls)))
-            setattr(cls, "forward", watched)  # noqa: B010
-            stack.callback(setattr, cls, "forward", own)
+            _watch_class(state, stack, cls)
+        begin = FunctionMeta.__init__
+
+        def watched_begin(cls: Any, *args: Any, **kwargs: Any) -> None:
+            begin(cls, *args, **kwargs)
+            _watch_class(state, stack, cls)  # a class made inside the step
+
+        FunctionMeta.__init__ = watched_begin  # type: ignore[method-assign]
+        stack.callback(setattr, FunctionMeta, "__init__", begin)
         yield
+
+
+def _watch_class(state: State, stack: ExitStack, cls: Any) -> None:
+    own = cls.__dict__.get("forward")
+    theirs = cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction"
+    if own is None or theirs or issubclass(cls, BackwardCFunction):
+        return
+    watched = staticmethod(_watched_forward(state, cls, own.__get__(None, cls)))
+    setattr(cls, "forward", watched)  # noqa: B010
+    stack.callback(setattr, cls, "forward", own)
 
 
 def _function_classes(cls: type) -> Iterator[type]:
@@ -123,7 +136,7 @@ def _function_classes(cls: type) -> Iterator[type]:
 def _watched_forward(state: State, cls: type, forward: Callable) -> Callable:
     @wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        call = state.guarded(_enter_function, state, cls, args)
+        call = state.guarded(_enter_function, state, cls, args) if state.active else None
         output = None
         try:
             output = forward(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from gradproof.tape.operations import BackwardCall, FunctionCall
+from gradproof.tape.operations import BackwardCall, FunctionCall, OperatorFunction
 
 if TYPE_CHECKING:
     from gradproof.tape.state import State
@@ -92,8 +92,11 @@ def _watch_nodes(state: State, hooks: ExitStack, call: BackwardCall, roots: list
         else:
             sequence = node._sequence_nr()
             hooks.callback(node.register_prehook(_received_hook(state, call, sequence)).remove)
-            function = functions.get(sequence) if isinstance(node, BackwardCFunction) else None
-            if function is not None:
+            function = functions.get(sequence)
+            ours = isinstance(node, BackwardCFunction) or (
+                function and isinstance(function.cls, OperatorFunction)
+            )
+            if function is not None and ours:
                 hooks.callback(node.register_hook(_function_hook(state, call, function)).remove)
         for child, _ in node.next_functions:
             if child is not None and child not in seen:

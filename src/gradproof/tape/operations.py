@@ -40,6 +40,7 @@ class Slot:
     storage: int = -1  # slots with the same number share memory
     kind: str = "result"  # result, parameter, buffer, gradient, state, input; outside: not made by PyTorch
     name: str = ""
+    followed: bool = False  # an autograd node made it
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -93,13 +94,24 @@ class ModuleCall:
     outputs: list[int] = field(default_factory=list)
 
 
+class OperatorFunction:
+    """An operator from outside PyTorch with a backward of its own, called like an autograd.Function."""
+
+    def __init__(self, func: Callable, kwargs: dict) -> None:
+        self.__name__ = str(func).removesuffix(".default")
+        self.func, self.kwargs = func, kwargs
+
+    def apply(self, *args: Any) -> Any:
+        return self.func(*args, **self.kwargs)
+
+
 @dataclass(slots=True)
 class FunctionCall:
     """One call of a hand-written autograd.Function: forward operations first to last-1, and what its
     backward saw."""
 
     index: int
-    cls: type
+    cls: Any  # the class, or an OperatorFunction
     args: tuple  # tensors as Ref, the rest as they were
     first: int
     module: str
@@ -114,8 +126,10 @@ class FunctionCall:
 
     @property
     def backward_line(self) -> Line:
-        code = getattr(self.cls.backward, "__code__", None)  # type: ignore[attr-defined]
-        return Line(code.co_filename, code.co_firstlineno, "backward") if code else Line("?", 0, "backward")
+        code = getattr(getattr(self.cls, "backward", None), "__code__", None)
+        if code is None:
+            return self.line or Line("?", 0, "backward")
+        return Line(code.co_filename, code.co_firstlineno, "backward")
 
     @property
     def inputs(self) -> list[int]:

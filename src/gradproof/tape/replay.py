@@ -263,7 +263,10 @@ class Player:
             return
         touched = {self.tape.slots[slot].storage for slot in (*operation.reads, *operation.makes)}
         self.clone_saved = any(self.last_write.get(storage, -1) > operation.index for storage in touched)
-        followed = operation.grad_enabled or (self.autograd and operation.call is not None)
+        followed = operation.grad_enabled or (
+            # inside a custom function, or the copy that its apply makes of an input returned as it is
+            self.autograd and (operation.call is not None or self._followed(operation))
+        )
         try:
             with torch.set_grad_enabled(followed):
                 result, note = self._run(operation)
@@ -277,6 +280,9 @@ class Player:
         if operation.index in self.replace:
             result = self.replace[operation.index](result)
         self._store(operation.results, result, operation)
+
+    def _followed(self, operation: Operation) -> bool:
+        return any(self.tape.slots[slot].followed for slot in operation.makes if slot not in operation.writes)
 
     def _run(self, operation: Operation) -> tuple[Any, str]:
         if operation.func is load:
@@ -324,7 +330,7 @@ class Player:
 
         try:
             with torch.set_grad_enabled(self.autograd):
-                result = call.cls.apply(*(arg(value) for value in call.args))  # type: ignore[attr-defined]
+                result = call.cls.apply(*(arg(value) for value in call.args))
         except Exception as error:
             self.replay.notes[call.first] = f"{call.cls.__name__} could not be called again: {_first(error)}"
             return
@@ -392,7 +398,8 @@ class Player:
             create_graph=call.create_graph,
             allow_unused=True,
         )
-        found = {slot: g for (slot, _), g in zip(wanted, gradients, strict=True) if g is not None}
+        dense = [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
+        found = {slot: g for (slot, _), g in zip(wanted, dense, strict=True) if g is not None}
         if call.inputs is not None:
             for slot, result in zip(call.inputs, call.results, strict=False):
                 if result is not None and slot in found:

@@ -64,7 +64,8 @@ class Shadow:
 
     @property
     def right(self) -> bool:
-        return not self.culprits and all(parameter.right for parameter in self.parameters)
+        """Every gradient that arrived is right; paths that are cut are told apart in `cuts`."""
+        return not self.culprits and all(p.right or p.verdict == "no gradient" for p in self.parameters)
 
     @property
     def worst(self) -> ParameterGradient | None:

@@ -18,6 +18,7 @@ from gradproof.tape.operations import (
     Memory,
     ModuleCall,
     Operation,
+    OperatorFunction,
     Ref,
     Slot,
     Tape,
@@ -82,6 +83,7 @@ class State:
         self.optimizer_depth = 0
         self.grad_enabled = True
         self.paused = False
+        self.active = True
         self.pid = os.getpid()  # a forked data loader inherits the mode
         self.engine_code: CodeType | None = None  # the frame below which backward runs
         self.forward_at: dict[int, int] = {}  # autograd sequence number -> forward operation
@@ -137,6 +139,8 @@ class State:
             tracked=grad_enabled and any(ref.tracked for ref in references((ref_args, ref_kwargs))),
         )
         operation.results = map_tensors(result, lambda t: self.result(t, index), other=plain)
+        if _has_own_backward(func) and self.call is None and not self.backward:
+            self.note_operator(operation, args, kwargs)
         if scaled and name == "mul":
             self.tape.scaled.add(index)
         fresh = list(tensors_in(result))
@@ -154,6 +158,26 @@ class State:
             if number is not None:
                 operation.fingerprint = len(self.tape.fingerprints)
                 self.tape.fingerprints.append(number)  # type: ignore[union-attr]
+
+    def note_operator(self, operation: Operation, args: tuple, kwargs: dict) -> None:
+        """An operator from outside PyTorch: the tape sees its result, not its inside."""
+        if list(tensors_in(kwargs)) or not any(ref.tracked for ref in references(operation.args)):
+            return
+        call = FunctionCall(
+            index=len(self.tape.functions),
+            cls=OperatorFunction(operation.func, kwargs),
+            args=operation.args,
+            first=operation.index,
+            last=operation.index + 1,
+            module=operation.module,
+            line=operation.line,
+            sequence=torch.autograd._get_sequence_nr() - 1,
+            outputs=[*operation.makes],
+            opaque="an operator from outside PyTorch",
+        )
+        call.dtypes = {slot: self.tape.slots[slot].dtype for slot in call.inputs}
+        self.tape.functions.append(call)
+        self.forward_at.setdefault(call.sequence, operation.index)
 
     def append(
         self,
@@ -207,6 +231,7 @@ class State:
             index = self.alias_or_leaf(tensor)
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             self.made_at[(node._sequence_nr(), tensor.output_nr)] = index
+            self.tape.slots[index].followed = True
         return index
 
     def result(self, tensor: torch.Tensor, operation: int) -> Ref:
@@ -360,6 +385,7 @@ class State:
 
     def finish(self) -> None:
         """What the tape must own before training goes on."""
+        self.active = False
         tape = self.tape
         try:
             written = {slot for operation in tape.operations for slot in operation.writes}
@@ -395,3 +421,17 @@ class State:
             scaled = scaled or code.co_filename.endswith("grad_scaler.py")
             frame = frame.f_back  # type: ignore[assignment]
         return None, False
+
+
+def _has_own_backward(func: Any) -> bool:
+    namespace = getattr(func, "namespace", "aten")
+    return namespace not in (
+        "aten",
+        "prims",
+        "c10d",
+        "_c10d_functional",
+        "profiler",
+        "higher_order",
+        "mkldnn",
+        "quantized",
+    )
