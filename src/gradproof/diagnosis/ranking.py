@@ -26,14 +26,16 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     if not isinstance(run, Run):
         run = open_run(run)
     symptoms = [symptom for find in SYMPTOMS for symptom in find(run)]
-    verdicts = [event for event in run.events if event.get("event") == "verdict"]
-    found = [finding_of_verdict(v) for v in verdicts if v["verdict"] == "confirmed"]
+    verdicts = [e for e in run.events if e.get("event") == "verdict" and e.get("family") in BY_FAMILY]
+    found = [finding_of_verdict(v) for v in verdicts if v.get("verdict") == "confirmed"]
+    confirmed = {finding.family for finding in found}
     excluded = {
         v["family"]: Exclusion(v["family"], v.get("reason", ""))
         for v in verdicts
-        if v["verdict"] == "excluded"
+        if v.get("verdict") == "excluded"
     }
-    found += findings_of_symptoms(symptoms, set(excluded))
+    # a suspicion says nothing new about a family that an experiment has confirmed, and less about its place
+    found += [f for f in findings_of_symptoms(symptoms, set(excluded)) if f.family not in confirmed]
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
@@ -50,11 +52,11 @@ def finding_of_verdict(verdict: dict[str, Any]) -> Finding:
     cause = BY_FAMILY[verdict["family"]]
     return Finding(
         family=cause.family,
-        id=verdict["id"],
+        id=verdict.get("id", cause.family),
         level=verdict.get("level", "problem"),
         confidence=verdict.get("confidence", "proven"),
         evidence=tuple(verdict.get("evidence", ())),
-        fix=verdict.get("fix") or cause.advice(verdict["id"]),
+        fix=verdict.get("fix") or cause.advice(verdict.get("id", "")),
         where=verdict.get("where"),
         step=verdict.get("step"),
         title=verdict.get("title") or cause.title,
