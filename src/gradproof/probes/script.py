@@ -39,6 +39,7 @@ class Outcome:
     backwards: int
     rank: int
     broken: str | None  # why the run could not be written, or why watching ended early
+    elsewhere: int = 0  # processes that the script started and that trained, where it did not itself
 
 
 def load_script(path: str) -> Program:
@@ -120,6 +121,7 @@ def run_program(
     quiet: bool = False,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
+    from gradproof.probes.autoload import find_child_runs, handed_over
     from gradproof.probes.hooks import attach
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
@@ -134,13 +136,14 @@ def run_program(
         budget=budget,
         on_row=None if quiet else show,
     )
-    with attach(session):
+    with attach(session), handed_over(session.writer.path, schedule, budget):
         exit_code, error = execute(program, arguments)
         wipe()
         session.writer.set_info(script=program.file, exit_code=exit_code)
         session.close()
+    children = find_child_runs(session.writer.path) if session.step == 0 else []
     return Outcome(
-        session.writer.path,
+        children[0] if children else session.writer.path,
         exit_code,
         error,
         isinstance(error, KeyboardInterrupt),
@@ -148,6 +151,7 @@ def run_program(
         session.counts["backward"],
         session.rank,
         session.writer.broken or session.failure,
+        len(children),
     )
 
 
