@@ -165,7 +165,13 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
         return outcome.exit_code
     if json_file:
         write_json(found.as_data(), json_file)
-    if outcome.steps:
+    if outcome.elsewhere:
+        print(
+            f"gradproof: {name} trained in processes that it started, {outcome.elsewhere} of which were watched; "
+            f"this is {outcome.path.name}",
+            file=sys.stderr,
+        )
+    if outcome.steps or outcome.elsewhere:
         print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
     problem = why_nothing_was_trained(outcome, name)
     if problem:
@@ -175,7 +181,7 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
 
 def why_nothing_was_trained(outcome, name: str) -> str | None:
     """One sentence about a script in which no optimizer stepped."""
-    if outcome.steps:
+    if outcome.steps or outcome.elsewhere:
         return None
     ended = f"raised {type(outcome.error).__name__}" if outcome.error else "ended"
     if outcome.backwards:

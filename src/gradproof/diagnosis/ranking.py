@@ -38,7 +38,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     excluded = {
         v["family"]: Exclusion(v["family"], v.get("reason", ""))
         for v in verdicts
-        if v["verdict"] == "excluded"
+        if v.get("verdict") == "excluded"
     }
     found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
     return Diagnosis(
@@ -73,11 +73,11 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
         level = "note"
     return Finding(
         family=cause.family,
-        id=verdict["id"],
+        id=verdict.get("id") or cause.family,
         level=level,
         confidence=verdict.get("confidence", "proven"),
         evidence=tuple(verdict.get("evidence", ())),
-        fix=verdict.get("fix") or cause.advice(verdict["id"]),
+        fix=verdict.get("fix") or cause.advice(verdict.get("id", "")),
         where=verdict.get("where"),
         step=verdict.get("step"),
         title=verdict.get("title") or cause.title,

@@ -26,7 +26,7 @@ from gradproof.probes import tensors as measuring
 from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.probes.reading import Reading
-from gradproof.probes.schedule import EVERYTHING, LIGHT, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.schedule import EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
 from gradproof.probes.taping import Taping
 from gradproof.record.schema import DISTRIBUTION_FRAME, STATISTICS, STATISTICS_FRAME
 from gradproof.record.writer import RunWriter
@@ -80,9 +80,9 @@ class OpenStep:
         self._kept: list[tuple[str, str, Tensor]] = []
         self._kept_size = 0
 
-    def measure(self, kind: str, named: dict[str, Tensor]) -> None:
-        """Statistics of tensors into the step's reading: one call of the kernel for each device."""
-        self.measure_rows([(kind, name, tensor) for name, tensor in named.items()])
+    def measure(self, kind: str, named: dict[str, Tensor]) -> bool:
+        """As `measure_rows`, for tensors of one kind."""
+        return self.measure_rows([(kind, name, tensor) for name, tensor in named.items()])
 
     def measure_soon(self, kind: str, name: str, tensor: Tensor) -> None:
         """As `measure`, but a small tensor is copied and measured together with others: it may change before."""
@@ -99,16 +99,25 @@ class OpenStep:
         kept, self._kept, self._kept_size = self._kept, [], 0
         self.measure_rows(kept)
 
-    def measure_rows(self, rows: list[tuple[str, str, Tensor]]) -> None:
+    def measure_rows(self, rows: list[tuple[str, str, Tensor]]) -> bool:
+        """Statistics of tensors into the step's reading: one call of the kernel for each device.
+
+        False where a CPU's numbers say at once that one is not finite.
+        """
+        finite = True
         groups: dict[torch.device, list[tuple[str, str, Tensor]]] = {}
         for row in rows:
             groups.setdefault(row[2].device, []).append(row)
         for group in groups.values():
             start, tensors = len(self.rows), [tensor for _, _, tensor in group]
             self.rows += [(kind, name) for kind, name, _ in group]
-            self.reading.add(f"stats {start}", measuring.measure(tensors))
+            statistics = measuring.measure(tensors)
+            self.reading.add(f"stats {start}", statistics)
+            if statistics.device.type == "cpu":
+                finite &= not bool(statistics[:, [measuring.NAN, measuring.INF]].any())
             if self.sampled:
                 self.reading.add(f"sample {start}", measuring.sample(tensors))
+        return finite
 
 
 class Session:
@@ -189,16 +198,17 @@ class Session:
         self._open.order.append("z")
 
     @guarded
-    def scaled(self, unscaled: Tensor, scaled: Tensor, scale: float | None) -> None:
+    def scaled(self, unscaled: Tensor, scaled: Tensor, scale: Tensor | None) -> None:
         self._unscaled[id(scaled)] = unscaled
-        self._open.row["loss_scale"] = scale
+        if scale is not None:
+            self._open.reading.add("loss_scale", scale.clone())
 
     @guarded
     def backward_begins(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
         self.counts["backward"] += 1
         step = self._open
-        if not step.order and self._stale_gradients():
-            step.order.append("g")
+        if not {"z", "b"} & set(step.order):
+            self._look_for_stale_gradients()
         step.order.append("b")
         for tensor, gradient in zip(tensors, gradients, strict=True):
             loss = self._unscaled.pop(id(tensor), tensor).detach()
@@ -260,10 +270,15 @@ class Session:
             for name, p in named.items()
             if p.grad is not None and measuring.is_measurable(p.grad)
         }
-        if gradients and step.depth >= LIGHT:
-            self._measure_norms(gradients, getattr(optimizer, "grad_scale", None))
+        # a fused optimizer unscales, and skips, inside its own step
+        for key in ("grad_scale", "found_inf"):
+            if isinstance(value := getattr(optimizer, key, None), Tensor):
+                step.reading.add(key, value.clone())
+        if gradients and step.depth == LIGHT and not self._measure_norms(gradients):
+            self._saw_nonfinite()
         if gradients and step.depth >= PARAMETERS:
-            step.measure("gradient", gradients)
+            if not step.measure("gradient", gradients):
+                self._saw_nonfinite()
             self._follow_direction(gradients)
             self._copies.setdefault(id(optimizer), optim.WeightCopy()).take(list(named.values()))
         facts["named"] = named
@@ -280,14 +295,14 @@ class Session:
         facts = self._facts(optimizer)
         named: dict[str, Tensor] = facts.pop("named", {})
         step.order.append("s")
-        step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer))
+        self._note_optimizer(optimizer, facts)
         if named and step.depth >= PARAMETERS and id(optimizer) in self._copies:
-            weights = {name: measuring.local(p) for name, p in named.items()}
+            rows = [("weight", name, measuring.local(p)) for name, p in named.items()]
             updates = self._copies[id(optimizer)].updates(list(named.values()))
-            step.measure("weight", weights)
-            step.measure("update", dict(zip(named, updates, strict=True)))
-            if step.depth >= EVERYTHING:
-                self._measure_moments(optimizer, facts)
+            rows += [("update", name, update) for name, update in zip(named, updates, strict=True)]
+            if step.depth >= OPTIMIZER:
+                rows += self._moments(optimizer, facts)
+            step.measure_rows(rows)
         if recomputing():  # the optimizer steps inside backward: one step is all of these together
             step.row["inside_backward"] = True
         else:
@@ -305,10 +320,12 @@ class Session:
             if p.grad is not None and measuring.is_measurable(p.grad)
         }
         if gradients:
-            self._measure_norms(gradients, None)
+            self._measure_norms(gradients)
+        if self._nonfinite_step == self.step:  # no weight has seen it: go on looking for the one that matters
+            self._nonfinite_step = None
         step.order.append("x")
-        facts = self._facts(optimizer)
-        step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer), skipped=1)
+        step.row["skipped"] = 1
+        self._note_optimizer(optimizer, self._facts(optimizer))
         self._close_step()
 
     @guarded
@@ -333,25 +350,33 @@ class Session:
         """Tensors by hand: torch tensors, NumPy arrays, anything that torch.as_tensor takes."""
         self._open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()})
 
-    def _stale_gradients(self) -> bool:
-        """Whether gradients that an optimizer has used already are still there, and not zero."""
+    @torch.no_grad()
+    def _look_for_stale_gradients(self) -> None:
+        """Gradients that an optimizer has used already, still there, and not zero: known when the step is written."""
         used = [p for facts in self._optimizers.values() for p in optim.parameters_of(facts["object"])[:8]]
-        held = [p.grad for p in used if p.grad is not None]
-        # on a GPU a value cannot be read without waiting: there, being there is all that is asked
-        return any(g.device.type != "cpu" or bool((measuring.local(g) != 0).any()) for g in held)
+        held = [measuring.local(p.grad) for p in used if p.grad is not None]
+        for index, group in enumerate(measuring.group_by_device(dict(enumerate(held))).values()):
+            self._open.reading.add(f"stale {index}", measuring.square_sums(list(group.values())).sum())
 
     # what a step measures ----------------------------------------------------------------------------------
 
-    def _measure_norms(self, gradients: dict[str, Tensor], grad_scale: Tensor | None) -> None:
-        step = self._open
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+        rate = optim.largest_lr(optimizer)
+        self._open.row["optimizer"] = facts["number"]
+        if isinstance(rate, Tensor):  # on a GPU: it travels with the other numbers
+            self._open.reading.add("lr", rate)
+        else:
+            self._open.row["lr"] = rate
+
+    def _measure_norms(self, gradients: dict[str, Tensor]) -> bool:
+        """False where a CPU's numbers say at once that one is not finite."""
+        step, finite = self._open, True
         for group in measuring.group_by_device(gradients).values():
             squares = measuring.square_sums(list(group.values()))
-            if grad_scale is not None:  # a fused optimizer unscales inside its own step
-                squares = squares / grad_scale.double() ** 2
             step.reading.add(f"squares {len(step.norms)}", squares)
             step.norms += group
-            if squares.device.type == "cpu" and not bool(torch.isfinite(squares.sum())):
-                self._saw_nonfinite()
+            finite &= squares.device.type != "cpu" or bool(torch.isfinite(squares.sum()))
+        return finite
 
     def _follow_direction(self, gradients: dict[str, Tensor]) -> None:
         if len({g.device for g in gradients.values()}) != 1:
@@ -366,20 +391,23 @@ class Session:
                 self._open.row["cosine_names"] = names
         self._sampled_gradients = (self.step, names, now)
 
-    def _measure_moments(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-        step = self._open
-        found: dict[str, dict[str, Tensor]] = {"adam_m": {}, "adam_v": {}}
-        limits: dict[str, float] = {}
+    def _moments(
+        self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+    ) -> list[tuple[str, str, Tensor]]:
+        """Adam's m and v as rows to measure; the share of v that ε outweighs goes into the reading."""
+        step, rows = self._open, []
+        squares: dict[str, Tensor] = {}
+        limits: list[float] = []
         for kind, parameter, moment, limit in optim.moments(optimizer, facts["steps"]):
-            name = self._name(parameter)
-            found[kind][name] = measuring.local(moment)
-            limits[name] = limit
-        for kind, named in found.items():
-            step.measure(kind, named)
-        squares = {name: tensor for name, tensor in found["adam_v"].items() if limits[name] > 0}
+            name, moment = self._name(parameter), measuring.local(moment)
+            rows.append((kind, name, moment))
+            if kind == "adam_v" and limit > 0:
+                squares[name] = moment
+                limits.append(limit)
         if len({v.device for v in squares.values()}) == 1:
             step.row["eps_names"] = list(squares)
-            step.reading.add("eps_share", optim.share_below(squares, limits))
+            step.reading.add("eps_share", optim.share_below(list(squares.values()), limits))
+        return rows
 
     @guarded
     @torch.no_grad()
@@ -475,19 +503,24 @@ class Session:
         if step.losses:
             losses = sum(found[f"loss {i}"].sum() for i in range(step.losses))
             row["loss"] = row.get("loss", 0.0) + float(losses)
-        for key in ("norm_before_clip", "cosine"):
+        for key in ("norm_before_clip", "cosine", "loss_scale", "lr"):
             if key in found:
                 row[key] = float(found[key].sum())
+        if any(values.any() for key, values in found.items() if key.startswith("stale ")):
+            row["order"] = row["order"].replace("b", "gb", 1)
+        if "found_inf" in found and found["found_inf"].any():
+            row["skipped"] = 1
+        scale = float(found["grad_scale"].sum()) if "grad_scale" in found else 1.0
         squares = [values for key, values in found.items() if key.startswith("squares ")]
         if squares:
-            norms = np.sqrt(np.concatenate(squares))
+            norms = np.sqrt(np.concatenate(squares)) / scale
             row["grad_norm"] = float(np.sqrt(np.square(norms).sum()))
             self._ring.append((number, step.norms, norms))
         if step.rows:
-            self._write_statistics(step, number, found)
+            self._write_statistics(step, number, found, scale)
         self.writer.write_step(row)
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
-        if broken and self._nonfinite_step is None:
+        if broken and self._nonfinite_step is None and not row.get("skipped"):
             self._saw_nonfinite()
         if self.taping is not None:
             self.taping.trouble = self._trouble_is_brewing(row)
@@ -508,13 +541,18 @@ class Session:
                 recent.append(value)
         return brewing
 
-    def _write_statistics(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
+    def _write_statistics(
+        self, step: OpenStep, number: int, found: dict[str, np.ndarray], scale: float
+    ) -> None:
         raw = np.concatenate([found[f"stats {i}"] for i in _starts(found, "stats ")])
         order: dict[tuple[str, str], list[int]] = {}
         for index, key in enumerate(step.rows):
             order.setdefault(key, []).append(index)
-        raw = np.stack([measuring.merge_calls(raw[places]) for places in order.values()])
+        if len(order) < len(raw):
+            raw = np.stack([measuring.merge_calls(raw[places]) for places in order.values()])
         kinds = np.array([kind for kind, _ in order])
+        if scale != 1.0:
+            raw[kinds == "gradient"] = measuring.divide(raw[kinds == "gradient"], scale)
         rows = measuring.to_statistics(raw)
         cosines = dict(zip(step.row.pop("cosine_names", ()), found.get("cosines", ()), strict=False))
         eps_shares = dict(zip(step.row.pop("eps_names", ()), found.get("eps_share", ()), strict=False))
@@ -525,8 +563,8 @@ class Session:
                 rows[index, STATISTICS.index("eps_share")] = eps_shares[name]
             elif kind == "output" and f"dead {name}" in found:
                 rows[index, STATISTICS.index("dead")] = found[f"dead {name}"].sum()
-        for kind, column in (("weight", "weight_norm"), ("update", "update_norm")):
-            if (kinds == kind).any():
+        for kind, column in (("gradient", "grad_norm"), ("weight", "weight_norm"), ("update", "update_norm")):
+            if column not in step.row and (kinds == kind).any():
                 step.row[column] = measuring.whole_norm(raw[kinds == kind])
         numbers = np.array([self.writer.add_tensor(kind, name) for kind, name in order])
         self.writer.write_frame(STATISTICS_FRAME, number, numbers, rows)
@@ -575,6 +613,7 @@ class Session:
 
     def _describe_parameters(self, changed: dict[str, bool] | None = None) -> None:
         """Every trainable parameter: who trains it, whether a gradient ever came, whether it moved."""
+        self._with_gradient.update(n for n, p in self.names.trainable() if p.grad is not None)
         owner = {
             self._name(p): facts["number"]
             for facts in self._optimizers.values()

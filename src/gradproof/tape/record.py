@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradproof.tape.calls import watched_clearing, watched_functions, watched_modules, watched_optimizers
+from gradproof.tape.calls import (
+    enter_optimizer,
+    leave_optimizer,
+    watched_clearing,
+    watched_functions,
+    watched_modules,
+    watched_optimizers,
+)
 from gradproof.tape.engine import watched_backwards
 from gradproof.tape.kernels import watched_kernels
 from gradproof.tape.operations import Tape
@@ -56,7 +63,7 @@ class Recorder:
         try:
             _keep_generators(self.tape)
             for watched in WATCHES:
-                if inside_optimizer_hook and watched is calls.watched_optimizers:
+                if inside_optimizer_hook and watched is watched_optimizers:
                     continue
                 self._stack.enter_context(watched(self.state))
             self._stack.enter_context(_Mode(self.state))
@@ -66,10 +73,10 @@ class Recorder:
         return self.tape
 
     def enter_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        calls.enter_optimizer(self.state, optimizer)
+        enter_optimizer(self.state, optimizer)
 
     def leave_optimizer(self) -> None:
-        calls.leave_optimizer(self.state)
+        leave_optimizer(self.state)
 
     def stop(self) -> Tape:
         """Ends the tape, which owns everything it needs from here on."""
