@@ -140,13 +140,13 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
     """A loss that falls, but by so little that nobody would call it training."""
     for track in tracks(run):
         found = trend(track.loss)
-        if found is None or found.points < 50 or not found.fell or found.first <= 0:
+        if found is None or found.points < 50 or not found.fell or found.start <= 0:
             continue
-        share = (found.first - found.last) / found.first
+        start = min(found.start, found.first)
+        share = (start - found.last) / start
         if share < 0.05 and not at_optimum(track):
-            numbers = f"{found.first:.4g} to {found.last:.4g}"
-            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
-            yield _of(track, "loss_hardly_falling", "warning", text, ("lr-too-low/tiny-updates",))
+            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {start:.4g} to {found.last:.4g}"
+            yield _of(track, "loss_hardly_falling", "note", text, ())
 
 
 def at_optimum(track: Track) -> bool:
