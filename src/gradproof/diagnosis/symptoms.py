@@ -145,7 +145,8 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
         start = min(found.start, found.first)
         share = (start - found.last) / start
         if share < 0.05 and not at_optimum(track):
-            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {start:.4g} to {found.last:.4g}"
+            numbers = f"{start:.4g} to {found.last:.4g}"
+            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
             yield _of(track, "loss_hardly_falling", "note", text, ())
 
 
@@ -187,7 +188,7 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
             yield _of(
-                track, "loss_spike", "note", text, ("lr-too-high/spike", "input-or-target-scale/batch"), step
+                track, "loss_spike", "note", text, ("lr-too-high/spike",), step
             )
 
 

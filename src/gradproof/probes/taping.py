@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -97,7 +98,8 @@ class Taping:
         """Training is over, perhaps in mid-step."""
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            recorder.stop()
+            with suppress(Exception):
+                recorder.stop()
 
     def _look(self, tape: Tape) -> None:
         state = torch.get_rng_state()  # examinations replay; whatever they do, training's random numbers stay
