@@ -216,7 +216,7 @@ def test_every_rank_of_torchrun_is_watched(tmp_path):
         cwd=tmp_path,
     )
     assert answer.returncode == 0, answer.stderr
-    assert answer.stderr.count("gradproof took") == 1  # rank 0 reports
+    assert answer.stderr.count("watching took") == 1  # rank 0 reports
     runs = [open_run(tmp_path / path) for path in ("run", "run.rank1")]
     assert [run.info["rank"] for run in runs] == [0, 1] and all(len(run) == 5 for run in runs)
     assert runs[0].steps["loss"].tolist() != runs[1].steps["loss"].tolist()

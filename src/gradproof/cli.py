@@ -47,6 +47,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
         "--schedule",
@@ -78,8 +79,16 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
+    from gradproof.experiments.examination import Examination
+
     outcome = script.run_program(
-        program, words[1:], out=args.out, schedule=args.schedule, budget=budget, quiet=args.quiet
+        program,
+        words[1:],
+        out=args.out,
+        schedule=args.schedule,
+        budget=budget,
+        quiet=args.quiet,
+        examiner=None if args.no_experiments else Examination,
     )
     exit_code = finish_run(outcome, words[0], args.json)
     if outcome.interrupted:
@@ -162,6 +171,35 @@ def diagnose(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_scoreboard(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "scoreboard",
+        help="plant every fault, and count how many are named rightly",
+        description="Runs every planted fault, every healthy twin and every healthy-but-odd training through "
+        "`gradproof run`, and prints top-1, top-3, places and false alarms.",
+        epilog="example: gradproof scoreboard --only 'lr-too|healthy' --jobs 2",
+    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="names or cause ids to run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", metavar="FILE", help="write the table to a file, too")
+    parser.set_defaults(function=scoreboard)
+
+
+def scoreboard(args: argparse.Namespace) -> int:
+    from gradproof.faults.scoreboard import render_scoreboard, score_all
+
+    def show(score) -> None:
+        mark = "ok  " if score.top1 else "top3" if score.top3 else "MISS"
+        print(f"{mark} {score.name} · {score.family} · said {score.said} · {score.seconds:.0f} s", flush=True)
+
+    table = render_scoreboard(score_all(args.only, args.jobs, show))
+    print(f"\n{table}", end="")
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as stream:
+            stream.write(table)
+    return 0
+
+
 def write_json(data: dict, file: str | None) -> None:
     """Standard JSON to a file, or to the terminal."""
     import json
@@ -180,4 +218,4 @@ def write_json(data: dict, file: str | None) -> None:
 
 
 # each adds its subparser and names the function that runs it
-COMMANDS = (add_run, add_diagnose)
+COMMANDS = (add_run, add_diagnose, add_scoreboard)

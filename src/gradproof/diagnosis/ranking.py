@@ -17,6 +17,10 @@ from gradproof.record.run import Run, open_run
 PROOFS = ("stale_gradient", "zeroed_before_step", "late_clip", "clip_before_unscale", "not_in_optimizer")
 
 
+# Symptoms that say: this training does not go well, whatever the reason.
+TROUBLE = ("nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling")
+
+
 def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     """What is wrong with a run, as far as its record tells; needs no torch.
 
@@ -26,8 +30,9 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     if not isinstance(run, Run):
         run = open_run(run)
     symptoms = [symptom for find in SYMPTOMS for symptom in find(run)]
-    verdicts = [e for e in run.events if e.get("event") == "verdict" and e.get("family") in BY_FAMILY]
-    found = [finding_of_verdict(v) for v in verdicts if v.get("verdict") == "confirmed"]
+    troubled = any(symptom.name in TROUBLE and symptom.level != "note" for symptom in symptoms)
+    verdicts = last_verdicts(run)
+    found = [finding_of_verdict(v, troubled) for v in verdicts if v.get("verdict") == "confirmed"]
     confirmed = {finding.family for finding in found}
     excluded = {
         v["family"]: Exclusion(v["family"], v.get("reason", ""))
@@ -47,13 +52,29 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     )
 
 
-def finding_of_verdict(verdict: dict[str, Any]) -> Finding:
-    """What an experiment has confirmed."""
+def last_verdicts(run: Run) -> list[dict[str, Any]]:
+    """What each experiment said last about each family; what it called lasting stays said."""
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in run.events:
+        if event.get("event") != "verdict" or event.get("family") not in BY_FAMILY:
+            continue
+        key = (event.get("experiment", ""), event["family"])
+        before = last.get(key)
+        if not (before and before["verdict"] == "confirmed" and before.get("lasting")):
+            last[key] = event
+    return list(last.values())
+
+
+def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
+    """What an experiment has confirmed; what matters only in trouble is a note where there is none."""
     cause = BY_FAMILY[verdict["family"]]
+    level = verdict.get("level", "problem")
+    if verdict.get("if_troubled") and not troubled:
+        level = "note"
     return Finding(
         family=cause.family,
         id=verdict.get("id", cause.family),
-        level=verdict.get("level", "problem"),
+        level=level,
         confidence=verdict.get("confidence", "proven"),
         evidence=tuple(verdict.get("evidence", ())),
         fix=verdict.get("fix") or cause.advice(verdict.get("id", "")),

@@ -136,6 +136,19 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
             yield _of(track, "loss_not_improving", level, f"the loss does not improve: {numbers}", suspects)
 
 
+def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
+    """A loss that falls, but by so little that nobody would call it training."""
+    for track in tracks(run):
+        found = trend(track.loss)
+        if found is None or found.points < 50 or not found.fell or found.first <= 0:
+            continue
+        share = (found.first - found.last) / found.first
+        if share < 0.05 and not at_optimum(track):
+            numbers = f"{found.first:.4g} to {found.last:.4g}"
+            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
+            yield _of(track, "loss_hardly_falling", "warning", text, ("lr-too-low/tiny-updates",))
+
+
 def at_optimum(track: Track) -> bool:
     """A loss that starts at, and stays within noise of, zero has nothing left to learn."""
     finite = track.loss[np.isfinite(track.loss)]
@@ -488,6 +501,7 @@ SYMPTOMS = (
     learning_rate,
     gradient_growing,
     loss_not_improving,
+    loss_hardly_falling,
     loss_oscillating,
     loss_spike,
     gradient_flow,

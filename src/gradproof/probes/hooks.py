@@ -62,6 +62,7 @@ def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], 
     def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not chosen(optimizer):
             return None
+        session.optimizer_begins(optimizer)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
             session.before_update(optimizer)

@@ -8,12 +8,17 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradproof.errors import UserError
+
+if TYPE_CHECKING:
+    from gradproof.probes.session import Session
+    from gradproof.probes.taping import Examine
 
 
 @dataclass(frozen=True)
@@ -119,12 +124,14 @@ def run_program(
     schedule: str | None = None,
     budget: float | None = None,
     quiet: bool = False,
+    examiner: Callable[[Session], Examine] | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
     from gradproof.probes.autoload import find_child_runs, handed_over
     from gradproof.probes.hooks import attach
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
+    from gradproof.probes.taping import Taping
     from gradproof.probes.watch import default_path, open_session
 
     show, wipe = progress_line()
@@ -136,6 +143,8 @@ def run_program(
         budget=budget,
         on_row=None if quiet else show,
     )
+    if examiner is not None:
+        session.taping = Taping(session.names, examiner(session))
     with attach(session), handed_over(session.writer.path, schedule, budget):
         exit_code, error = execute(program, arguments)
         wipe()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
@@ -26,6 +27,7 @@ from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.probes.reading import Reading
 from gradproof.probes.schedule import EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.taping import Taping
 from gradproof.record.schema import DISTRIBUTION_FRAME, STATISTICS, STATISTICS_FRAME
 from gradproof.record.writer import RunWriter
 
@@ -45,12 +47,18 @@ def guarded(method: Callable) -> Callable:
             return None
         start = time.perf_counter()
         try:
-            return method(self, *args)
+            if self.taping is None or not self.taping.active:
+                return method(self, *args)
+            with _disable_current_modes():  # what gradproof computes is no part of the step that is taped
+                return method(self, *args)
         except Exception as error:
             self.fail(error)
             return None
         finally:
             self.own_seconds += time.perf_counter() - start
+            if self._step_has_turned:
+                self._step_has_turned = False
+                self._turn_tape()
 
     return handler
 
@@ -151,6 +159,10 @@ class Session:
         self._ring: deque[tuple[int, list[str], np.ndarray]] = deque(maxlen=RING)
         self._in_flight: deque[tuple[OpenStep, int]] = deque()
         self._last_sampled = 0.0
+        self.losses: list[float] = []
+        self.taping: Taping | None = None
+        self._step_has_turned = False
+        self._recent: dict[tuple[Any, str], deque[float]] = {}
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
@@ -231,6 +243,11 @@ class Session:
             step.reading.add("norm_before_clip", measuring.local(before))
 
     @guarded
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.taping is not None:
+            self.taping.optimizer_begins(optimizer)
+
+    @guarded
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients are as the optimizer will use them; the weights are still the old ones."""
@@ -266,6 +283,8 @@ class Session:
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
+        if self.taping is not None:
+            self.taping.optimizer_ends()
         facts = self._facts(optimizer)
         named: dict[str, Tensor] = facts.pop("named", {})
         step.order.append("s")
@@ -411,10 +430,18 @@ class Session:
         )
         step.reading.send()
         self._in_flight.append((step, self.step))
+        self.losses.append(step.row.get("loss", math.nan))
         self.step += 1
         self._batch += 1
         self._begin_step()
         self._settle(MOST_IN_FLIGHT)
+        self._step_has_turned = True
+
+    def _turn_tape(self) -> None:
+        """The last step's tape is examined, the next one's begun; both outside of what is measured or taped."""
+        if self.taping is not None and self.alive:
+            self.taping.end()
+            self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:
         self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
@@ -486,8 +513,24 @@ class Session:
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
         if broken and self._nonfinite_step is None and not row.get("skipped"):
             self._saw_nonfinite()
+        if self.taping is not None:
+            self.taping.trouble = self._trouble_is_brewing(row)
         if self._on_row is not None:
             self._on_row(row)
+
+    def _trouble_is_brewing(self, row: dict[str, Any]) -> bool:
+        """The loss or the gradient is far above what it was in the last steps: the next steps are worth a tape."""
+        brewing = False
+        for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
+            value = row.get(column)
+            if value is None:
+                continue
+            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
+            usual = float(np.median(recent)) if len(recent) >= 5 else math.inf
+            brewing |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
+            if math.isfinite(value):
+                recent.append(value)
+        return brewing
 
     def _write_statistics(
         self, step: OpenStep, number: int, found: dict[str, np.ndarray], scale: float
@@ -597,6 +640,11 @@ class Session:
             for name, values in zip(known, now, strict=True)
         }
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Every optimizer that has stepped."""
+        return [facts["object"] for facts in self._optimizers.values()]
+
     def cost(self) -> dict[str, Any]:
         """What watching has cost, and what the budget left out."""
         wall = time.perf_counter() - self.began
@@ -605,6 +653,8 @@ class Session:
             "wall_seconds": round(wall, 4),
             "share": round(self.own_seconds / wall, 5) if wall else 0.0,
             "steps": self.step,
+            "experiment_seconds": round(self.taping.spent, 4) if self.taping else 0.0,
+            "taped_steps": self.taping.taped if self.taping else 0,
             "bare_steps": self.purse.left_out,
             "budget": self.purse.budget if self._limited else None,
         }
@@ -631,6 +681,8 @@ class Session:
         self._outputs.detach()
         if os.getpid() != self.pid:
             return
+        if self.taping is not None:
+            self.taping.stop()
         self._close_guarded()
         self.alive = False
         self.writer.set_info(

@@ -66,7 +66,9 @@ def _footer(diagnosis: Diagnosis, paint) -> str:
     lines = [f"note: {note}" for note in diagnosis.notes]
     cost = diagnosis.cost
     if cost:
-        text = f"gradproof took {cost['own_seconds']:.2f} s, {100 * cost['share']:.1f} % of the wall time"
+        text = f"watching took {cost['own_seconds']:.2f} s, {100 * cost['share']:.1f} % of the wall time"
+        if cost.get("taped_steps"):
+            text += f"; taping {cost['taped_steps']} steps and testing on them took {cost['experiment_seconds']:.2f} s"
         if cost.get("bare_steps"):
             text += (
                 f" (the first steps are measured whole); to keep to {100 * cost['budget']:g} % after them, "
