@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,5 @@
-"""Planted origins of NaN and Inf: each must be named by operator, module and line; healthy infinities must be silent."""
+"""Planted origins of NaN and Inf: each must be named by operator, module and line; healthy infinities must
+be silent."""
 
 import math
 

@@ -13,7 +13,7 @@ import trainings
 from torch import nn
 
 import gradproof
-from gradproof.probes import modules, optimizer, session, tensors
+from gradproof.probes import ledger, modules, optimizer, parameters, session, tensors
 from gradproof.probes.schedule import Purse
 from gradproof.probes.watch import watch
 from gradproof.record.run import open_run
@@ -67,8 +67,9 @@ def test_it_changes_nothing(kind, schedule, tmp_path):
 
 
 PROBES = [
-    (session.Session, "_facts"),
-    (session.Session, "_describe_parameters"),
+    (parameters.Parameters, "of_optimizer"),
+    (parameters.Parameters, "describe"),
+    (ledger.Ledger, "add"),
     (tensors, "measure"),
     (tensors, "square_sums"),
     (tensors, "sample"),

@@ -47,6 +47,15 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rerun the script with the fix applied from outside: does it help?",
+    )
+    parser.add_argument(
+        "--fix", metavar="NAME=VALUE", help="apply a fix from outside, e.g. lr=0.1 or zero_grad=1"
+    )
+    parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
     parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
@@ -89,12 +98,54 @@ def run(args: argparse.Namespace) -> int:
         budget=budget,
         quiet=args.quiet,
         examiner=None if args.no_experiments else Examination,
+        fix=parse_fix(args.fix) if args.fix else None,
+        stop_after=args.steps,
     )
+    if args.verify and outcome.rank == 0 and outcome.steps:
+        verify(outcome, args, words)
     exit_code = finish_run(outcome, words[0], args.json)
     if outcome.interrupted:
         sys.stdout.flush()
         script.die_by_interrupt()
     return exit_code
+
+
+def parse_fix(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value or 1)
+    except ValueError:
+        raise UserError(f"a fix is NAME=NUMBER, for example lr=0.1, not {text!r}") from None
+
+
+def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Rerun the script with the fix of each cause in turn, until one helps; what was shown goes into the run."""
+    import json
+    import subprocess
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from gradproof.diagnosis.fixes import compare_runs, find_intervention
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.record.run import open_run
+    from gradproof.record.schema import EVENTS_FILE, json_line
+
+    plain = open_run(outcome.path)
+    for cause in diagnose_run(plain).causes[:3]:
+        intervention = find_intervention(cause, plain)
+        if cause.level == "note" or intervention is None:
+            continue
+        out = Path(f"{outcome.path}.{intervention.name}")
+        command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--no-experiments", "--out", str(out)]
+        command += ["--fix", f"{intervention.name}={intervention.value:g}", "--steps", str(len(plain))]
+        command += ["-m", *words] if args.module is not None else list(words)
+        print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
+        subprocess.run(command, capture_output=True, check=False)
+        trial = compare_runs(cause.id, intervention.words, plain, open_run(out))
+        with open(outcome.path / EVENTS_FILE, "a", encoding="utf-8") as events:
+            events.write(json_line({"event": "trial", **json.loads(json_line(asdict(trial)))}) + "\n")
+        if trial.helped:
+            return
 
 
 def finish_run(outcome, name: str, json_file: str | None) -> int:
@@ -171,6 +222,45 @@ def diagnose(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_demo(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="plant a fault in a training script, diagnose it, and try the fix",
+        description="Plants one of the catalogue's faults in a small training script, runs it watched, diagnoses it, "
+        "and tries the fix. Without a name: a hand-written backward with a wrong sign.",
+        epilog="example: gradproof demo cascade-large-learning-rate",
+    )
+    parser.add_argument("fault", nargs="?", default=DEMO, help="a name, or a part of one (see --list)")
+    parser.add_argument("--list", action="store_true", help="the names of all faults")
+    parser.set_defaults(function=demo)
+
+
+DEMO = "custom_ops_autoencoder-gelu-sign"
+
+
+def demo(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from gradproof.faults.catalogue import FAULTS, plant
+
+    if args.list:
+        print("\n".join(f"{fault.name:48} {fault.family}" for fault in FAULTS))
+        return 0
+    fault = next((f for f in FAULTS if args.fault in f.name or args.fault in f.id), None)
+    if fault is None:
+        raise UserError(f"there is no fault {args.fault!r}; `gradproof demo --list` names them")
+    script = Path("runs") / "demo" / f"{fault.script}.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(plant(fault), encoding="utf-8")
+    for old, new in fault.edits:
+        print(f"planted in {script}:\n  - {_short(old)}\n  + {_short(new)}", file=sys.stderr)
+    return main(["run", "--verify", str(script)])
+
+
+def _short(text: str) -> str:
+    return " ⏎ ".join(line.strip() for line in text.strip().splitlines())[:100] or "(nothing)"
+
+
 def add_scoreboard(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "scoreboard",
@@ -218,4 +308,4 @@ def write_json(data: dict, file: str | None) -> None:
 
 
 # each adds its subparser and names the function that runs it
-COMMANDS = (add_run, add_diagnose, add_scoreboard)
+COMMANDS = (add_run, add_diagnose, add_demo, add_scoreboard)

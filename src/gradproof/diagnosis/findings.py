@@ -38,6 +38,8 @@ class Finding:
     where: str | None = None
     step: int | None = None
     title: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)  # what a fix needs to know
+    tried: str = ""  # what trying the fix showed
 
     def __str__(self) -> str:
         place = f", at {self.where}" if self.where else ""

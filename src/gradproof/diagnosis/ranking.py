@@ -6,10 +6,12 @@ A confirmed experiment outranks any number of symptoms; without one, a cause is 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
+from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
 
@@ -32,19 +34,17 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     symptoms = [symptom for find in SYMPTOMS for symptom in find(run)]
     troubled = any(symptom.name in TROUBLE and symptom.level != "note" for symptom in symptoms)
     verdicts = last_verdicts(run)
-    found = [finding_of_verdict(v, troubled) for v in verdicts if v.get("verdict") == "confirmed"]
-    confirmed = {finding.family for finding in found}
+    found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
     excluded = {
         v["family"]: Exclusion(v["family"], v.get("reason", ""))
         for v in verdicts
         if v.get("verdict") == "excluded"
     }
-    # a suspicion says nothing new about a family that an experiment has confirmed, and less about its place
-    found += [f for f in findings_of_symptoms(symptoms, set(excluded)) if f.family not in confirmed]
+    found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
-        causes=rank(found),
+        causes=add_trials(rank(found), run),
         symptoms=tuple(sorted(symptoms, key=lambda s: LEVELS.index(s.level))),
         excluded=tuple(e for family, e in excluded.items() if family not in {f.family for f in found}),
         cost=run.info.get("cost", {}),
@@ -73,7 +73,7 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
         level = "note"
     return Finding(
         family=cause.family,
-        id=verdict.get("id", cause.family),
+        id=verdict.get("id") or cause.family,
         level=level,
         confidence=verdict.get("confidence", "proven"),
         evidence=tuple(verdict.get("evidence", ())),
@@ -81,7 +81,26 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
         where=verdict.get("where"),
         step=verdict.get("step"),
         title=verdict.get("title") or cause.title,
+        numbers=verdict.get("numbers") or {},
     )
+
+
+def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Finding]:
+    """What the symptoms suggest, behind what is proven: beside a proven problem it is a consequence, not a cause."""
+    known = {finding.family for finding in proven}
+    fresh = [finding for finding in suspected if finding.family not in known]
+    if any(finding.level == "problem" and finding.confidence == "proven" for finding in [*proven, *fresh]):
+        fresh = [
+            replace(f, level="warning") if f.level == "problem" and f.confidence != "proven" else f
+            for f in fresh
+        ]
+    return [*proven, *fresh]
+
+
+def add_trials(causes: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
+    """Say with each cause what trying its fix has shown; a fix that did not help is not recommended."""
+    trials = {event["id"]: trial_of_event(event) for event in run.events if event.get("event") == "trial"}
+    return tuple(replace(c, tried=str(trials[c.id])) if c.id in trials else c for c in causes)
 
 
 def findings_of_symptoms(symptoms: list[Symptom], excluded: set[str]) -> list[Finding]:

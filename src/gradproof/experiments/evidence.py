@@ -39,6 +39,7 @@ class Verdict:
     confidence: str = "proven"
     if_troubled: bool = False
     lasting: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)  # what a fix from outside needs to know
 
 
 def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:

@@ -21,11 +21,14 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
     if step_is_nonfinite(evidence):
         return
     found = evidence.shadow
-    for culprit in found.culprits:
-        id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
-        lines = [line.strip() for line in str(culprit).splitlines()]
-        yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
     if found.culprits:
+        culprit = found.culprits[0]
+        lines = [line.strip() for line in str(culprit).splitlines()]
+        others = {other.module for other in found.culprits[1:] if other.what == culprit.what} - {culprit.module, ""}
+        if others:
+            lines.append(f"the same in {', '.join(sorted(others))}")
+        id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
+        yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
         return
     for mismatch in found.accumulation:
         yield confirmed("zero-grad-error/stale", str(mismatch), where=mismatch.parameter)

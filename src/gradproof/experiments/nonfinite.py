@@ -28,7 +28,9 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
         return
     evidence.memory["located"] = True
     found = verdict_of(bad)
-    if diverged(evidence.losses):  # the numbers grew until they overflowed: this is the end of the story, not its cause
+    if diverged(
+        evidence.losses
+    ):  # the numbers grew until they overflowed: this is the end of the story, not its cause
         found = replace(found, level="note")
     yield found
 

@@ -33,7 +33,9 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
     if sum(entry["overshoots"] for entry in recent) >= min(2, len(recent)) and overshoots and downhill:
         lr = max(group["lr"] for optimizer in evidence.optimizers for group in optimizer.param_groups)
         fix = f"lower the learning rate: {lr * best:.1e} instead of {float(lr):.1e} is where this batch's loss is least"
-        yield confirmed("lr-too-high/overshoot", line, if_troubled=True, fix=fix)
+        yield confirmed(
+            "lr-too-high/overshoot", line, if_troubled=True, fix=fix, numbers={"lr_factor": min(best, 0.5)}
+        )
     elif not overshoots:
         yield excluded(
             "lr-too-high", f"a step lowers the loss of its own batch: {start:.4g} to {losses[1.0]:.4g}"
@@ -51,4 +53,5 @@ def is_far_better(evidence: Evidence, start: float) -> Iterator[Verdict]:
         line = f"the loss along the step, followed further: {start:.4g} at 0, {text}"
         best = min(FAR, key=lambda share: losses[share])
         fix = f"raise the learning rate: {lr:.1e} could be {lr * best / 3:.1e}"
-        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=True, fix=fix)
+        numbers = {"lr_factor": best / 3}
+        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=True, fix=fix, numbers=numbers)

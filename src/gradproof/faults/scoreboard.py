@@ -35,9 +35,13 @@ class Score:
     said: str
 
 
-def score_all(only: str = "", jobs: int = 1, done: Callable[[Score], None] = lambda score: None) -> list[Score]:
+def score_all(
+    only: str = "", jobs: int = 1, done: Callable[[Score], None] = lambda score: None
+) -> list[Score]:
     """Every fault, every healthy twin once, every healthy-but-odd run, whose name matches."""
-    twins = [Healthy(f"{script}-as-it-is", script, ("", 0, 0)) for script in sorted({f.script for f in FAULTS})]
+    twins = [
+        Healthy(f"{script}-as-it-is", script, ("", 0, 0)) for script in sorted({f.script for f in FAULTS})
+    ]
     cases: list[Fault | Healthy] = [*FAULTS, *twins, *HEALTHY]
     chosen = [case for case in cases if re.search(only, f"{case.name} {getattr(case, 'id', 'healthy')}")]
     scores = []
@@ -55,7 +59,18 @@ def score_one(case: Fault | Healthy) -> Score:
         script = Path(directory) / "train.py"
         script.write_text(source)
         start = time.perf_counter()
-        command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--out", "run", "--json", "d.json", "train.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "gradproof",
+            "run",
+            "--quiet",
+            "--out",
+            "run",
+            "--json",
+            "d.json",
+            "train.py",
+        ]
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(command, cwd=directory, capture_output=True, timeout=LIMIT, check=False)
         seconds = time.perf_counter() - start

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradproof.errors import UserError
 from gradproof.probes.hooks import replace
@@ -68,7 +72,9 @@ def constant_lr(stack: ExitStack, value: float) -> None:
 
     def hold(optimizer: Optimizer, *_: Any) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
-        initial = [group.get("initial_lr", rate) for group, rate in zip(optimizer.param_groups, rates, strict=True)]
+        initial = [
+            group.get("initial_lr", rate) for group, rate in zip(optimizer.param_groups, rates, strict=True)
+        ]
         for group, rate in zip(optimizer.param_groups, first.setdefault(id(optimizer), initial), strict=True):
             group["lr"] = rate
 
@@ -166,7 +172,11 @@ def train_mode(stack: ExitStack, value: float) -> None:
     """A model that is called with gradients on is in train mode; frozen parts stay as they are."""
 
     def before(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not module.training and any(p.requires_grad for p in module.parameters(False)):
+        if (
+            torch.is_grad_enabled()
+            and not module.training
+            and any(p.requires_grad for p in module.parameters(False))
+        ):
             module.train()
 
     stack.callback(nn.modules.module.register_module_forward_pre_hook(before).remove)

@@ -125,10 +125,13 @@ def run_program(
     budget: float | None = None,
     quiet: bool = False,
     examiner: Callable[[Session], Examine] | None = None,
+    fix: tuple[str, float] | None = None,
+    stop_after: int | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
     from gradproof.probes.autoload import find_child_runs, handed_over
     from gradproof.probes.hooks import attach
+    from gradproof.probes.interventions import intervene
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
     from gradproof.probes.taping import Taping
@@ -145,7 +148,10 @@ def run_program(
     )
     if examiner is not None:
         session.taping = Taping(session.names, examiner(session))
-    with attach(session), handed_over(session.writer.path, schedule, budget):
+    session.stop_after = stop_after
+    with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
+        if fix is not None:
+            intervene(stack, *fix)
         exit_code, error = execute(program, arguments)
         wipe()
         session.writer.set_info(script=program.file, exit_code=exit_code)

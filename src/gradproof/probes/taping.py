@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from gradproof.probes.names import Names
 from gradproof.tape.operations import Tape
@@ -21,6 +20,9 @@ ALLOWANCE = 6.0  # seconds that taping and examining may add before the budget c
 SHARE = 0.02  # of the wall time, after that
 MOST_OPERATIONS = 300_000  # a validation epoch between two steps would make a tape without end
 LANDMARKS = frozenset(round(10 ** (k / 2)) for k in range(20))  # 1, 3, 10, 32, 100, …
+LONG_BEFORE_TRAINING = (
+    10.0  # seconds between the making of an optimizer and its first step that are still taped
+)
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 
 # examine(tape, step, is it a landmark or in trouble?)
@@ -51,13 +53,18 @@ class Taping:
         """A step begins: tape it or not."""
         self._turned = time.perf_counter()
         self._step = step
-        if self.broken or compiled or step < 1 or not self._affords(step):
+        if self.broken or compiled or self._recorder is not None or not self._affords(step):
             return
-        self._recorder = Recorder(names=self._name_of)
+        self._recorder = Recorder(names=self._names.by_parameter())
         try:
             self._recorder.start(inside_optimizer_hook=True)
         except Exception as error:
             self._give_up(error)
+
+    def long_wait(self) -> None:
+        """Something else than training goes on before the first step: it is not worth a tape."""
+        if self._step == 0 and time.perf_counter() - self._turned > LONG_BEFORE_TRAINING:
+            self.stop()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._recorder is not None:
@@ -106,9 +113,6 @@ class Taping:
         if self.spent < ALLOWANCE:
             return True
         return (step in LANDMARKS or self.trouble) and self.spent < ALLOWANCE + SHARE * elapsed
-
-    def _name_of(self, tensor: Tensor) -> str | None:
-        return self._names.of_parameter(tensor)
 
     def _give_up(self, error: Exception) -> None:
         self.broken = f"{type(error).__name__}: {error}"

@@ -46,6 +46,8 @@ def _finding(number: int, cause: Finding, paint) -> str:
     for index, line in enumerate(cause.evidence):
         lines.append(_wrap("how we know  " if index == 0 else "             ", line))
     lines.append(_wrap("what to do   ", cause.fix))
+    if cause.tried:
+        lines.append(_wrap("             ", cause.tried))
     return "\n".join(lines)
 
 
@@ -68,7 +70,7 @@ def _footer(diagnosis: Diagnosis, paint) -> str:
     if cost:
         text = f"watching took {cost['own_seconds']:.2f} s, {100 * cost['share']:.1f} % of the wall time"
         if cost.get("taped_steps"):
-            text += f"; taping {cost['taped_steps']} steps and testing on them took {cost['experiment_seconds']:.2f} s"
+            text += f"; taping {cost['taped_steps']} steps and testing on them took {cost['experiment_seconds']:.1f} s"
         if cost.get("bare_steps"):
             text += (
                 f" (the first steps are measured whole); to keep to {100 * cost['budget']:g} % after them, "

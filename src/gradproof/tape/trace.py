@@ -1,7 +1,9 @@
 """Follows non-finite values through an exact replay: which operation made them, and what they reached.
 
-−inf that was put there on purpose (a mask, a constant) is not a fault until it makes a NaN; fresh memory is not one until
-somebody reads what was never written. Whether a value counts is decided by what it reaches: the loss, a gradient, a parameter.
+−inf that was put there on purpose (a mask, a constant) is not a fault until it makes a NaN; fresh memory is
+not one until
+somebody reads what was never written. Whether a value counts is decided by what it reaches: the loss, a
+gradient, a parameter.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class Trace:
         self.by_storage[self.tape.slots[slot].storage] = bad
 
     def parents(self, player: Player, operation: Operation, slot: int) -> tuple[Bad, ...]:
-        """Where the non-finite arguments of an operation came from; of a list operator, only the same place in the list."""
+        """Where the non-finite arguments of an operation came from; of a list operator, only the same place
+        in the list."""
         found = []
         for read in _reads_for(operation, slot):
             if read in self.before_write:
@@ -137,7 +140,9 @@ def follow(tape: Tape, fresh: float) -> Trace:
             looks.setdefault(call.first, []).append(loss_look(slot))
         for at, parameter, gradient in real_contributions(tape, call):
             if tape.slots[parameter].kind == "parameter":
-                looks.setdefault(at, []).append(named_look(trace.gradients, tape.slots[parameter].name, gradient))
+                looks.setdefault(at, []).append(
+                    named_look(trace.gradients, tape.slots[parameter].name, gradient)
+                )
     end = len(tape.operations)
     for slot in tape.stepped:
         looks.setdefault(end, []).append(named_look(trace.parameters, tape.slots[slot].name, slot))
@@ -164,7 +169,11 @@ def origins(targets: list[Bad]) -> dict[int, tuple[Bad, list[Bad]]]:
 
 
 def _is_bad(value: torch.Tensor) -> bool:
-    if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0 or value.layout != torch.strided:
+    if (
+        not (value.is_floating_point() or value.is_complex())
+        or value.numel() == 0
+        or value.layout != torch.strided
+    ):
         return False
     if value.element_size() == 1:
         value = value.float()
