@@ -29,7 +29,9 @@ def run_shell(text, directory):
     """Each line that is a command; `gradproof` is this Python's own."""
     lines = [line.removeprefix("$ ") for line in text.splitlines()]
     script = f'gradproof() {{ "{sys.executable}" -m gradproof "$@"; }}\n' + "\n".join(lines)
-    answer = subprocess.run(["bash", "-ec", script], cwd=directory, capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(
+        ["bash", "-ec", script], cwd=directory, capture_output=True, text=True, timeout=120
+    )
     assert answer.returncode == 0, answer.stderr
 
 
