@@ -489,8 +489,13 @@ def _of(
 
 
 def _names(parameters: list[dict]) -> str:
+    """Up to three names; of more, how many there are and in which parts of the model."""
     names = [p["name"] for p in parameters]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if len(names) <= 3:
+        return ", ".join(names)
+    parts = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    more = f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
+    return f"{len(names)} tensors of {', '.join(parts[:4])}{more}"
 
 
 SYMPTOMS = (
