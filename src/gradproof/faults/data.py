@@ -270,7 +270,7 @@ FAULTS = (
             ("batch_size = 48\n", "batch_size = 48\nperm = torch.randperm(len(X_train))\n"),
             ("perm[i : i + batch_size]", "perm[:batch_size]"),
         ),
-        ("val_loss", 0.1),
+        ("val_loss", 0.2),
     ),
     Fault(
         "data-order-or-sampling/same-batch",

@@ -88,7 +88,7 @@ FAULTS = (
         "custom_ops_autoencoder",
         ("GeluFn", "cdf - x * pdf"),
         (("grad * (cdf + x * pdf)", "grad * (cdf - x * pdf)"),),
-        ("test error", 0.01),
+        ("test error", 0.02),
     ),
     Fault(
         "wrong-gradient/layernorm-term",
