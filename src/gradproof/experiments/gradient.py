@@ -33,9 +33,11 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
         yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
         return
-    idle = names_without_optimizer(evidence)  # what no optimizer has, none clears: a consequence, not a cause
+    # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
+    idle = names_without_optimizer(evidence)
+    stepped = {evidence.tape.slots[slot].name for slot in evidence.tape.stepped}
     for mismatch in found.accumulation:
-        if mismatch.parameter not in idle:
+        if mismatch.parameter not in idle and (not stepped or mismatch.parameter in stepped):
             yield confirmed("zero-grad-error/stale", str(mismatch), where=mismatch.parameter)
             break
     wrong = [p for p in found.parameters if p.verdict == "wrong"]
