@@ -126,8 +126,8 @@ def find_never_written(tape: Tape) -> NeverWritten | None:
 
 
 def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
-    groups = [([("the loss", bad) for bad in trace.loss]), trace.gradients, trace.parameters]
-    words = ("{}", "the gradient of {}", "{} after the optimizer's step")
+    groups = [[("the loss", bad) for bad in trace.loss], trace.outputs, trace.gradients, trace.parameters]
+    words = ("{}", "{}", "the gradient of {}", "{} after the optimizer's step")
     for targets, word in zip(groups, words, strict=True):
         if not targets:
             continue

@@ -239,7 +239,7 @@ class Player:
         for operation in operations:
             for slot in (*operation.reads, *operation.makes):
                 last[slot] = operation.index
-        stay: set[int] = set(keep_for.reads) if keep_for is not None else set()
+        stay: set[int] = {*self.keep, *(keep_for.reads if keep_for is not None else ())}
         for call in self.tape.backwards:
             stay.update(call.roots, (s for s in call.root_gradients if s is not None), call.inputs or ())
             stay.update(call.stored.values(), (gradient for _, _, gradient in call.contributions))
