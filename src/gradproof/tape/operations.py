@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +193,19 @@ class Tape:
     scaled: set[int] = field(default_factory=set)  # operations in which a GradScaler scaled a loss
     broken: str = ""  # why recording stopped early
 
+    @cached_property
+    def last_write(self) -> dict[int, int]:
+        """Memory -> the last operation that changes it."""
+        return {self.slots[slot].storage: op.index for op in self.operations for slot in op.writes}
+
+    @cached_property
+    def memory_of(self) -> dict[int, Memory]:
+        return {slot: memory for memory in self.memories for slot in memory.views}
+
+    @cached_property
+    def leaf_named(self) -> dict[str, int]:
+        return {slot.name: slot.index for slot in self.leaves() if slot.name}
+
     def leaves(self, kind: str | None = None) -> list[Slot]:
         return [slot for slot in self.slots if slot.made_by is None and (kind is None or slot.kind == kind)]
 
@@ -216,10 +230,8 @@ class Tape:
         """What a leaf held before the step."""
         if slot in self.loose:
             return self.loose[slot]
-        for memory in self.memories:
-            if slot in memory.views:
-                return memory.flat.as_strided(*memory.views[slot])
-        raise KeyError(f"slot {slot} is not a leaf")
+        memory = self.memory_of[slot]
+        return memory.flat.as_strided(*memory.views[slot])
 
     def bytes(self) -> int:
         """Bytes the tape holds: leaves, random results."""
