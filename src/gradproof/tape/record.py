@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradproof.tape.calls import watched_clearing, watched_functions, watched_modules, watched_optimizers
+from gradproof.tape.calls import (
+    eager_compiler,
+    watched_clearing,
+    watched_functions,
+    watched_modules,
+    watched_optimizers,
+)
 from gradproof.tape.engine import watched_backwards
 from gradproof.tape.kernels import watched_kernels
 from gradproof.tape.operations import Tape
@@ -106,4 +112,5 @@ WATCHES = (
     watched_optimizers,
     watched_clearing,
     watched_kernels,
+    eager_compiler,
 )
