@@ -1,5 +1,4 @@
-"""Planted origins of NaN and Inf: each must be named by operator, module and line; healthy infinities must
-be silent."""
+"""Planted origins of NaN and Inf are named by operator, module and line; healthy infinities are silent."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""Every run of the autograd engine during a recorded step: its roots, and the gradient that reached each
-slot."""
+"""Every run of the autograd engine during a recorded step: roots, and the gradient that reached each slot."""
 
 from __future__ import annotations
 

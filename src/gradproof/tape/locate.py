@@ -94,8 +94,7 @@ class NeverWritten:
 
 
 def find_first_bad_operation(tape: Tape) -> FirstBad | None:
-    """The first operation whose non-finite result reaches the loss, a gradient or a parameter; None when
-    none does."""
+    """The first operation whose non-finite result reaches the loss, a gradient or a parameter."""
     trace = follow(tape, fresh=math.nan)
     found = _first(tape, trace)
     if found is None:

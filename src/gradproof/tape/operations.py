@@ -1,8 +1,6 @@
-"""A recorded step as plain data: slots, operations, and the calls of modules, functions and backward
-between them.
+"""A recorded step as plain data: slots, operations, and the calls they belong to.
 
-A slot stands for one tensor of the step. It holds no values: those come back by replaying the operations
-from the leaves.
+A slot stands for one tensor of the step. It holds no values: those come back by replaying from the leaves.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ class OperatorFunction:
 
 @dataclass(slots=True)
 class FunctionCall:
-    """One call of a hand-written autograd.Function: forward operations first to last-1, and what its
-    backward saw."""
+    """One call of a hand-written autograd.Function: its forward operations, and what its backward saw."""
 
     index: int
     cls: Any  # the class, or an OperatorFunction
@@ -241,8 +238,7 @@ class Tape:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def place(self, operation: Operation) -> str:
-        """Where an operation is: module path and source line; of a backward operation, those of its
-        forward."""
+        """Module path and source line of an operation, or of the forward it belongs to."""
         origin = operation
         if operation.phase == "backward" and operation.made_from is not None:
             origin = self.operations[operation.made_from]

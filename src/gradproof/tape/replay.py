@@ -86,8 +86,7 @@ def differentiate(
     gradients_at: Iterable[int] = (),
     follow_cuts: bool = False,
 ) -> Replay:
-    """PyTorch's derivative of the recorded forward: every backward call again, whatever hand-written
-    backwards say."""
+    """PyTorch's derivative of the recorded forward, whatever hand-written backwards say."""
     player = Player(
         tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
     )

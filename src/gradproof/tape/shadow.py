@@ -243,8 +243,7 @@ def _judge_one(
 
 
 def _excused(parameter: ParameterGradient) -> ParameterGradient:
-    """With a straight-through estimator on the way, the derivative is not what the step was meant to
-    follow."""
+    """Behind a straight-through estimator the step is not meant to follow the derivative."""
     if parameter.verdict != "wrong":
         return parameter
     values = {**parameter.__dict__, "verdict": "right", "pattern": "a surrogate gradient, not the derivative"}

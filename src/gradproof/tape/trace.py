@@ -1,9 +1,8 @@
 """Follows non-finite values through an exact replay: which operation made them, and what they reached.
 
 −inf that was put there on purpose (a mask, a constant) is not a fault until it makes a NaN; fresh memory is
-not one until
-somebody reads what was never written. Whether a value counts is decided by what it reaches: the loss, a
-gradient, a parameter.
+not one until somebody reads what was never written. Whether a value counts is decided by what it reaches: the
+loss, a gradient, a parameter.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class Trace:
         self.by_storage[self.tape.slots[slot].storage] = bad
 
     def parents(self, player: Player, operation: Operation, slot: int) -> tuple[Bad, ...]:
-        """Where the non-finite arguments of an operation came from; of a list operator, only the same place
-        in the list."""
+        """Where the non-finite arguments came from; of a list operator, only the same place in the list."""
         found = []
         for read in _reads_for(operation, slot):
             if read in self.before_write:
