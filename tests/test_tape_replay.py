@@ -273,6 +273,26 @@ def test_memory_while_recording_is_at_most_1_3_times_the_step():
     assert left <= parameters + 1.1 * tape.bytes() + 64 * len(tape.operations)  # the gradients, and the tape
 
 
+def test_no_tensor_outlives_its_answers():
+    from gradproof.tape.locate import find_first_bad_operation
+    from gradproof.tape.shadow import shadow
+
+    named, step = tape_steps.gpt()
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        tape, _ = tape_of(named, step)
+        shadow(tape)
+        find_first_bad_operation(tape)
+        del tape
+        counts.append(tensors())
+    assert counts[1] == counts[2]
+
+
 def test_data_set_is_not_kept_but_the_batch_is(monkeypatch):
     from gradproof.tape import state
 

@@ -121,7 +121,7 @@ def derivative(
 ) -> list[torch.Tensor | None]:
     """The vector-Jacobian product of a call's taped forward, one entry a tensor argument."""
     player = Player(tape, dtype, values, autograd=True, open_functions=False)
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         tracked = [arg for arg in call.args if isinstance(arg, Ref)]
         written = {slot for operation in segment(tape, call) for slot in operation.writes}
         leaves = []

@@ -90,7 +90,7 @@ def differentiate(
     player = Player(
         tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
     )
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         player.play(forward_operations(tape, None))
     return player.replay
 
@@ -100,6 +100,22 @@ def forward_operations(tape: Tape, until: int | None) -> list[Operation]:
     last = max((call.last for call in tape.backwards), default=len(tape.operations))
     chosen = [op for op in tape.operations[: until if until is not None else last] if op.in_backward is None]
     return [op for op in chosen if op.phase != "backward"]
+
+
+class Saving:
+    """What autograd saves during a replay is copied where a later operation overwrites it.
+
+    The graph holds on to its hooks: were they the player's own, graph and player would keep each other alive.
+    """
+
+    def __init__(self) -> None:
+        self.clone = False
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if self.clone else tensor.detach()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
 
 class Player:
@@ -124,7 +140,7 @@ class Player:
         self.keep, self.gradients_at = set(keep), set(gradients_at)
         self.replace = replace or {}
         self.replay = Replay()
-        self.clone_saved = False
+        self.saving = Saving()
         self.live_until = 0
         self.flats: dict[int, torch.Tensor] = {}
         names = tape.leaf_named
@@ -174,10 +190,8 @@ class Player:
 
     def hook(self, slot: int, tensor: torch.Tensor) -> None:
         if slot in self.gradients_at and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.replay.slot_gradients.__setitem__(slot, gradient))
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self.clone_saved else tensor
+            found = self.replay.slot_gradients
+            tensor.register_hook(lambda gradient: found.__setitem__(slot, gradient.detach()))
 
     # -- playing
 
@@ -252,7 +266,9 @@ class Player:
         if not operation.results and not operation.writes:
             return
         touched = {self.tape.slots[slot].storage for slot in (*operation.reads, *operation.makes)}
-        self.clone_saved = any(self.tape.last_write.get(storage, -1) > operation.index for storage in touched)
+        self.saving.clone = any(
+            self.tape.last_write.get(storage, -1) > operation.index for storage in touched
+        )
         followed = operation.grad_enabled or (
             # inside a custom function, or the copy that its apply makes of an input returned as it is
             self.autograd and (operation.call is not None or self._followed(operation))

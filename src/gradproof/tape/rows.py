@@ -58,7 +58,7 @@ def _trace(tape: Tape, origin: Operation, bad: torch.Tensor) -> str:
                 sources[operation.makes[0]] = (value, operation.reads[1])
 
     forward = [op for op in tape.operations[: origin.index] if op.in_backward is None]
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         player.play(forward, after=after, keep_for=origin)
         operands = [player.value(slot) for slot in origin.reads if tape.slots[slot].dtype.is_floating_point]
         chosen = [(o, _elements(o, bad)) for o in operands if o.requires_grad]
