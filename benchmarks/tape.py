@@ -132,7 +132,7 @@ def with_gradproof(origin):
 
 
 def with_detect_anomaly(origin):
-    """The last frame of the forward traceback that it prints, and its own backward frame."""
+    """Any line of the script in the traceback that it prints, and the failing line of a custom backward."""
     model, batch = tape_nans.build(origin)
     lines = []
     with warnings.catch_warnings(record=True) as caught, contextlib.suppress(RuntimeError):
@@ -147,8 +147,7 @@ def with_detect_anomaly(origin):
                 raise
     for warning in caught:
         found = [part for part in str(warning.message).splitlines() if part.strip().startswith("File ")]
-        own = [part for part in found if "site-packages" not in part]
-        for part in own[-1:]:
+        for part in (part for part in found if "site-packages" not in part):
             lines.append((part.split('"')[1], int(part.split("line ")[1].split(",")[0])))
     return place(lines, origin)
 

@@ -1,5 +1,4 @@
-"""Hand-written autograd functions the way people write them, each right, and once with one mistake in its
-backward."""
+"""Hand-written autograd functions the way people write them, each right, and with one mistake in backward."""
 
 from __future__ import annotations
 

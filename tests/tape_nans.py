@@ -1,5 +1,4 @@
-"""Where NaN and Inf come from: each origin is a module with one line that does it, inside a causal model
-full of −inf."""
+"""Where NaN and Inf come from: modules with one line that does it, inside a causal model full of −inf."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Training steps of many kinds, small: each builder returns (named parameters, step), step() returns the
-loss."""
+"""Training steps of many kinds: each builder returns (named parameters, step), and step() the loss."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The smaller questions a tape answers: gains, the descent test, digits left, and a bundle that stands
-alone."""
+"""The smaller questions a tape answers: gains, descent, digits left, and a bundle that stands alone."""
 
 import runpy
 

@@ -271,3 +271,60 @@ def test_memory_while_recording_is_at_most_1_3_times_the_step():
     assert plain > 2 * parameters
     assert taped <= 1.3 * plain
     assert left <= parameters + 1.1 * tape.bytes() + 64 * len(tape.operations)  # the gradients, and the tape
+
+
+def test_no_tensor_outlives_its_answers():
+    from gradproof.tape.locate import find_first_bad_operation
+    from gradproof.tape.shadow import shadow
+
+    named, step = tape_steps.gpt()
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        tape, _ = tape_of(named, step)
+        shadow(tape)
+        find_first_bad_operation(tape)
+        del tape
+        counts.append(tensors())
+    assert counts[1] == counts[2]
+
+
+def test_data_set_is_not_kept_but_the_batch_is(monkeypatch):
+    from gradproof.tape import state
+
+    monkeypatch.setattr(state, "_LARGE", 4096)
+    torch.manual_seed(0)
+    data, labels, model = torch.randn(1000, 8), torch.randint(0, 3, (1000,)), nn.Linear(8, 3)
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        x, y = data[16:32], labels[torch.arange(16, 32)]
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+    assert tape.bytes() < 4096
+    assert torch.equal(replay_forward(tape).loss, loss.detach())
+    assert replay_exactly(tape).departs_at is None
+
+
+def test_slices_of_one_large_memory_are_leaves_of_their_own(monkeypatch):
+    from gradproof.tape import state
+
+    monkeypatch.setattr(state, "_WHOLE_STORAGE", 64)
+    torch.manual_seed(0)
+    data, model = torch.randn(1000, 8), nn.Linear(8, 3)
+    first, second = data[16:32], data[40:56]
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        loss = (model(first) * model(second[:, :8].t().t())).sum()
+        loss.backward()
+    assert len(tape.inputs) == 2
+    assert tape.bytes() < 2048
+    assert torch.equal(replay_forward(tape).loss, loss.detach())
+
+
+def test_looking_at_a_step_leaves_no_operations_on_its_tape():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        model(x)
+    assert [op.name for op in tape.operations] == ["t", "addmm"]

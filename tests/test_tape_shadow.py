@@ -1,5 +1,4 @@
-"""Wrong backwards of twenty kinds, each found in one taped step by class, module and line; the same written
-right is silent."""
+"""Wrong backwards of twenty kinds are found in one step by class, module and line; right ones are silent."""
 
 import inspect
 
@@ -273,8 +272,7 @@ def test_opaque_function_is_decided_by_finite_differences(slope, monkeypatch):
 
 
 class KernelSine(torch.autograd.Function):
-    """Written like a Triton or C++ kernel: it fills memory that PyTorch allocated, unseen by the
-    dispatcher."""
+    """Like a Triton or C++ kernel, it fills memory that PyTorch allocated, unseen by the dispatcher."""
 
     written = None
 

@@ -73,6 +73,21 @@ def test_compiled_model_is_taped_operation_by_operation(backend):
 
 
 @COMPILING
+def test_code_that_insists_on_being_compiled_is_not_disturbed():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    compiled = torch.compile(lambda x: model(x).tanh().sum(), backend="eager", fullgraph=True)
+    x = torch.randn(3, 4)
+    plain = compiled(x)
+    with record(names_of(model)) as tape:
+        compiled(x).backward()
+        chosen = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,))
+    assert not tape.broken and shadow(tape).right
+    assert torch.equal(compiled(x), plain)
+    assert torch.equal(chosen, x.sin() if x.sum() > 0 else x.cos())
+
+
+@COMPILING
 def test_nan_in_a_compiled_model_is_located():
     class Bad(nn.Module):
         def forward(self, x):

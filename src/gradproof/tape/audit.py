@@ -1,10 +1,8 @@
 """Is the backward of each hand-written autograd.Function of a step the derivative of its forward?
 
 Each call is judged alone, on the inputs and the incoming gradient it had in the step: its taped forward is
-differentiated in
-float64, and the same derivative in the step's own precision says how much of a difference is rounding.
-Where the forward
-cannot be replayed (Triton, NumPy, C++ inside), directional finite differences of the function itself decide.
+differentiated in float64, and the same derivative in the step's own precision says how much is rounding.
+Where the forward cannot be replayed (Triton, NumPy, C++ inside), directional finite differences decide.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ class Audit:
 
 @dataclass
 class Auditor:
-    """Collects what each call needs while the step is replayed exactly, and judges it when its backward has
-    ended."""
+    """Collects what each call needs during an exact replay, and judges it when its backward has ended."""
 
     tape: Tape
     audits: list[Audit] = field(default_factory=list)
@@ -124,7 +121,7 @@ def derivative(
 ) -> list[torch.Tensor | None]:
     """The vector-Jacobian product of a call's taped forward, one entry a tensor argument."""
     player = Player(tape, dtype, values, autograd=True, open_functions=False)
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         tracked = [arg for arg in call.args if isinstance(arg, Ref)]
         written = {slot for operation in segment(tape, call) for slot in operation.writes}
         leaves = []

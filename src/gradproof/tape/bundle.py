@@ -1,5 +1,4 @@
-"""A bad operation as a directory of its own: operands, description, and a script that reproduces it without
-the model."""
+"""A bad operation as a directory: operands, description, a script that reproduces it without the model."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ raise SystemExit(0 if bad else 1)
 
 
 def write_bundle(tape: Tape, bad: FirstBad, directory: str | Path) -> Path:
-    """Writes operands.safetensors, operation.json and reproduce.py for a located operation; returns the
-    directory."""
+    """Writes operands.safetensors, operation.json and reproduce.py of a located operation."""
     from safetensors.torch import save_file
 
     index = bad.index

@@ -5,8 +5,9 @@ Each function installs its watch for the time of a `with` block and takes it awa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,14 @@ def depends_on_inputs(tape: Tape, call: FunctionCall) -> bool:
     return any(
         slot in reached or tape.slots[slot].storage in storages for slot in call.outputs if slot is not None
     )
+
+
+@contextmanager
+def eager_compiler(state: State) -> Iterator[None]:
+    """Compiled code runs operation by operation; with fullgraph=True it would refuse to run under a tape."""
+    loaded = any(name in sys.modules for name in ("torch._dynamo", "torch.nn.attention.flex_attention"))
+    with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
+        yield
 
 
 @contextmanager

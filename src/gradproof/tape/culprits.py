@@ -17,6 +17,8 @@ from gradproof.tape.stale import (
     find_recomputed_differently,
 )
 
+LOOKED_THROUGH = {"detach", "view", "t", "alias", "transpose", "expand"}
+
 
 @dataclass(frozen=True)
 class Culprit:
@@ -124,14 +126,7 @@ def wrong_nodes(tape: Tape) -> list[Culprit]:
 
 def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culprit:
     made_by = tape.slots[gradient].made_by
-    while made_by is not None and tape.operations[made_by].name in (
-        "detach",
-        "view",
-        "t",
-        "alias",
-        "transpose",
-        "expand",
-    ):
+    while made_by is not None and tape.operations[made_by].name in LOOKED_THROUGH:
         refs = tape.operations[made_by].reads
         if not refs or tape.slots[refs[0]].made_by is None:
             break

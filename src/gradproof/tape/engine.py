@@ -1,5 +1,4 @@
-"""Every run of the autograd engine during a recorded step: its roots, and the gradient that reached each
-slot."""
+"""Every run of the autograd engine during a recorded step: roots, and the gradient that reached each slot."""
 
 from __future__ import annotations
 
@@ -65,6 +64,7 @@ def _enter_backward(
     )
     call.first = len(state.tape.operations)
     state.tape.backwards.append(call)
+    state.gradient_of = {id(p.grad): p for p in state.parameters.values() if p.grad is not None}
     _watch_nodes(state, hooks, call, roots)
     state.backward.append(call)
     return call
@@ -73,8 +73,9 @@ def _enter_backward(
 def _leave_backward(state: State, call: BackwardCall, result: Any) -> None:
     if call.inputs is not None:
         call.results = [None if value is None else state.slot(value) for value in result]
+    parameters = {state.slot_of.get(p._cdata): p for p in state.parameters.values()}
     for _, slot, _ in call.contributions:
-        parameter = next((p for p in state.parameters.values() if state.slot_of.get(p._cdata) == slot), None)
+        parameter = parameters.get(slot)
         if parameter is not None and parameter.grad is not None:
             call.stored[slot] = state.slot(parameter.grad)
     call.last = len(state.tape.operations)
@@ -107,8 +108,8 @@ def _watch_nodes(state: State, hooks: ExitStack, call: BackwardCall, roots: list
 def _contribution_hook(state: State, call: BackwardCall, parameter: torch.Tensor) -> Callable:
     def note(gradients: tuple) -> None:
         if gradients[0] is not None:
-            call.contributions.append((0, state.slot(parameter), state.slot(gradients[0])))
-            call.contributions[-1] = (len(state.tape.operations), *call.contributions[-1][1:])
+            owner, gradient = state.slot(parameter), state.slot(gradients[0])
+            call.contributions.append((len(state.tape.operations), owner, gradient))
 
     return lambda gradients: state.guarded(note, gradients)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradproof.tape.operations import Operation, Ref, Slot, references, replace_references
+from gradproof.tape.operations import Operation, Ref, Slot, replace_references
 from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of, written_arguments
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,6 +39,8 @@ def execute(
 ) -> tuple[Any, str]:
     """(result, note): the operator run again; the note says when it was not run as recorded."""
     func, name = operation.func, operation.name
+    if operation.frozen is not None and not operation.writes and name != "native_dropout":
+        return _frozen_constants(operation, dtype), ""
     args = replace_references(operation.args, value)
     kwargs = replace_references(operation.kwargs, value)
     if operation.frozen is not None:
@@ -104,6 +106,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch.dtype | None) -> Any:
+    """A random operator with its recorded numbers: dropout by its mask, in-place ones by what they left."""
     assert operation.frozen is not None
     if operation.name == "native_dropout":
         mask = operation.frozen[1]
@@ -114,18 +117,21 @@ def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch
         noise = converted(operation.frozen[-1], dtype)
         args[1].copy_(noise)
         return args[0] * noise
-    if operation.writes:
-        targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
-        for target, frozen in zip(targets, operation.frozen, strict=True):
-            with torch.no_grad():
-                target.detach().copy_(frozen)
-        return args[0]
-    made = list(references(operation.results))
+    targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
+    for target, frozen in zip(targets, operation.frozen, strict=True):
+        with torch.no_grad():
+            target.detach().copy_(frozen)
+    return args[0]
+
+
+def _frozen_constants(operation: Operation, dtype: torch.dtype | None) -> Any:
+    """Recorded results as they were; nothing leads from the arguments to them."""
+    assert operation.frozen is not None
     values = [
         converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype)
         for frozen in operation.frozen
     ]
-    return values[0] if len(made) == 1 and isinstance(operation.results, Ref) else tuple(values)
+    return values[0] if isinstance(operation.results, Ref) else tuple(values)
 
 
 def _recorded_dtype(operation: Operation, frozen: torch.Tensor) -> torch.dtype:
@@ -186,7 +192,7 @@ def _attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
     out = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0) @ value
     # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return (out, torch.logsumexp(scores, -1))
+    return (out,)  # what else they return only their own backward reads
 
 
 def _flat(tree: Any) -> list:

@@ -45,8 +45,7 @@ class Gains:
 
     @property
     def odd_one(self) -> Gain | None:
-        """The module whose gain is furthest from the median of its kind; normalisations only undo what came
-        before."""
+        """The module whose gain is furthest from its kind's median; normalisations only undo others."""
         candidates = [gain for gain in self.modules if "norm" not in gain.kind.lower()]
         return max(candidates, key=self._oddness, default=None)
 

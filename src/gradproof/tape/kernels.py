@@ -1,5 +1,4 @@
-"""Triton kernels launched during a recorded step: PyTorch's dispatcher does not see them, so their launcher
-is watched."""
+"""Triton kernels launched during a recorded step: the dispatcher does not see them, their launcher does."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ class NeverWritten:
 
 
 def find_first_bad_operation(tape: Tape) -> FirstBad | None:
-    """The first operation whose non-finite result reaches the loss, a gradient or a parameter; None when
-    none does."""
+    """The first operation whose non-finite result reaches the loss, a gradient or a parameter."""
     trace = follow(tape, fresh=math.nan)
     found = _first(tape, trace)
     if found is None:
@@ -126,8 +125,8 @@ def find_never_written(tape: Tape) -> NeverWritten | None:
 
 
 def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
-    groups = [([("the loss", bad) for bad in trace.loss]), trace.gradients, trace.parameters]
-    words = ("{}", "the gradient of {}", "{} after the optimizer's step")
+    groups = [[("the loss", bad) for bad in trace.loss], trace.outputs, trace.gradients, trace.parameters]
+    words = ("{}", "{}", "the gradient of {}", "{} after the optimizer's step")
     for targets, word in zip(groups, words, strict=True):
         if not targets:
             continue

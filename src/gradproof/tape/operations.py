@@ -1,14 +1,13 @@
-"""A recorded step as plain data: slots, operations, and the calls of modules, functions and backward
-between them.
+"""A recorded step as plain data: slots, operations, and the calls they belong to.
 
-A slot stands for one tensor of the step. It holds no values: those come back by replaying the operations
-from the leaves.
+A slot stands for one tensor of the step. It holds no values: those come back by replaying from the leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -107,8 +106,7 @@ class OperatorFunction:
 
 @dataclass(slots=True)
 class FunctionCall:
-    """One call of a hand-written autograd.Function: forward operations first to last-1, and what its
-    backward saw."""
+    """One call of a hand-written autograd.Function: its forward operations, and what its backward saw."""
 
     index: int
     cls: Any  # the class, or an OperatorFunction
@@ -192,6 +190,19 @@ class Tape:
     scaled: set[int] = field(default_factory=set)  # operations in which a GradScaler scaled a loss
     broken: str = ""  # why recording stopped early
 
+    @cached_property
+    def last_write(self) -> dict[int, int]:
+        """Memory -> the last operation that changes it."""
+        return {self.slots[slot].storage: op.index for op in self.operations for slot in op.writes}
+
+    @cached_property
+    def memory_of(self) -> dict[int, Memory]:
+        return {slot: memory for memory in self.memories for slot in memory.views}
+
+    @cached_property
+    def leaf_named(self) -> dict[str, int]:
+        return {slot.name: slot.index for slot in self.leaves() if slot.name}
+
     def leaves(self, kind: str | None = None) -> list[Slot]:
         return [slot for slot in self.slots if slot.made_by is None and (kind is None or slot.kind == kind)]
 
@@ -216,10 +227,8 @@ class Tape:
         """What a leaf held before the step."""
         if slot in self.loose:
             return self.loose[slot]
-        for memory in self.memories:
-            if slot in memory.views:
-                return memory.flat.as_strided(*memory.views[slot])
-        raise KeyError(f"slot {slot} is not a leaf")
+        memory = self.memory_of[slot]
+        return memory.flat.as_strided(*memory.views[slot])
 
     def bytes(self) -> int:
         """Bytes the tape holds: leaves, random results."""
@@ -229,8 +238,7 @@ class Tape:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def place(self, operation: Operation) -> str:
-        """Where an operation is: module path and source line; of a backward operation, those of its
-        forward."""
+        """Module path and source line of an operation, or of the forward it belongs to."""
         origin = operation
         if operation.phase == "backward" and operation.made_from is not None:
             origin = self.operations[operation.made_from]

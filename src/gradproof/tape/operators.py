@@ -1,5 +1,4 @@
-"""What the tape has to know about an operator: what it writes, whether it is random, whether it reads
-values at all."""
+"""What the tape has to know about an operator: what it writes, whether it is random, what it reads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a wrong gradient looks like next to the right one: scaled, negated, transposed, shifted, wrong in
-some rows."""
+"""What a wrong gradient looks like next to the right one: scaled, negated, transposed, wrong in some rows."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradproof.tape.calls import (
+    eager_compiler,
     enter_optimizer,
     leave_optimizer,
     watched_clearing,
@@ -124,4 +125,5 @@ WATCHES = (
     watched_optimizers,
     watched_clearing,
     watched_kernels,
+    eager_compiler,
 )

@@ -9,7 +9,7 @@ differentiate(tape, dtype=torch.float64).gradients        # PyTorch's derivative
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,12 +86,11 @@ def differentiate(
     gradients_at: Iterable[int] = (),
     follow_cuts: bool = False,
 ) -> Replay:
-    """PyTorch's derivative of the recorded forward: every backward call again, whatever hand-written
-    backwards say."""
+    """PyTorch's derivative of the recorded forward, whatever hand-written backwards say."""
     player = Player(
         tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
     )
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         player.play(forward_operations(tape, None))
     return player.replay
 
@@ -101,6 +100,22 @@ def forward_operations(tape: Tape, until: int | None) -> list[Operation]:
     last = max((call.last for call in tape.backwards), default=len(tape.operations))
     chosen = [op for op in tape.operations[: until if until is not None else last] if op.in_backward is None]
     return [op for op in chosen if op.phase != "backward"]
+
+
+class Saving:
+    """What autograd saves during a replay is copied where a later operation overwrites it.
+
+    The graph holds on to its hooks: were they the player's own, graph and player would keep each other alive.
+    """
+
+    def __init__(self) -> None:
+        self.clone = False
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if self.clone else tensor.detach()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
 
 class Player:
@@ -125,18 +140,13 @@ class Player:
         self.keep, self.gradients_at = set(keep), set(gradients_at)
         self.replace = replace or {}
         self.replay = Replay()
-        self.clone_saved = False
+        self.saving = Saving()
         self.live_until = 0
-        self.memory_of = {slot: memory for memory in tape.memories for slot in memory.views}
         self.flats: dict[int, torch.Tensor] = {}
-        by_name = {slot.name: slot.index for slot in tape.leaves() if slot.name}
-        self.overrides = {by_name[k] if isinstance(k, str) else k: v for k, v in (leaves or {}).items()}
+        names = tape.leaf_named
+        self.overrides = {names[k] if isinstance(k, str) else k: v for k, v in (leaves or {}).items()}
         calls_live = open_functions and (autograd or dtype is not None or bool(self.overrides))
         self.opaque = [call for call in tape.functions if call.opaque] if calls_live else []
-        self.last_write: dict[int, int] = {}
-        for operation in tape.operations:
-            for slot in operation.writes:
-                self.last_write[tape.slots[slot].storage] = operation.index
 
     # -- values
 
@@ -151,12 +161,12 @@ class Player:
             return converted(self.overrides[slot].detach(), self.dtype).clone()
         if slot in self.tape.loose:
             return converted(self.tape.loose[slot], self.dtype).clone()
-        memory = self.memory_of.get(slot)
+        memory = self.tape.memory_of.get(slot)
         if memory is None:
             raise CannotReplay(f"{self.tape.slots[slot]} is not available")
         if id(memory) not in self.flats:
             flat = converted(memory.flat, self.dtype)
-            changes = self.tape.slots[slot].storage in self.last_write
+            changes = self.tape.slots[slot].storage in self.tape.last_write
             self.flats[id(memory)] = (
                 flat.detach().clone() if flat is memory.flat and changes else flat.detach()
             )
@@ -180,10 +190,8 @@ class Player:
 
     def hook(self, slot: int, tensor: torch.Tensor) -> None:
         if slot in self.gradients_at and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.replay.slot_gradients.__setitem__(slot, gradient))
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self.clone_saved else tensor
+            found = self.replay.slot_gradients
+            tensor.register_hook(lambda gradient: found.__setitem__(slot, gradient.detach()))
 
     # -- playing
 
@@ -239,16 +247,12 @@ class Player:
         for operation in operations:
             for slot in (*operation.reads, *operation.makes):
                 last[slot] = operation.index
-        stay: set[int] = set(keep_for.reads) if keep_for is not None else set()
+        for at, slot in _looked_at(self.tape):
+            last[slot] = max(last.get(slot, at), at)
+        stay: set[int] = {*self.keep, *(keep_for.reads if keep_for is not None else ())}
         for call in self.tape.backwards:
             stay.update(call.roots, (s for s in call.root_gradients if s is not None), call.inputs or ())
-            stay.update(call.stored.values(), (gradient for _, _, gradient in call.contributions))
-            if not self.autograd and self.dtype is None:
-                stay.update(gradient for _, _, gradient in call.received)
-        stay.update(gradient for _, gradient in self.tape.final_gradients.values())
-        for function in self.tape.functions:
-            for _, gradients_in, gradients_out, _ in function.backwards:
-                stay.update(s for s in (*gradients_in, *gradients_out) if s is not None)
+            stay.update(call.stored.values())
         if self.autograd:  # leaves whose gradients are asked for
             stay.update(slot.index for slot in self.tape.slots if slot.made_by is None)
         dies: dict[int, list[int]] = {}
@@ -262,7 +266,9 @@ class Player:
         if not operation.results and not operation.writes:
             return
         touched = {self.tape.slots[slot].storage for slot in (*operation.reads, *operation.makes)}
-        self.clone_saved = any(self.last_write.get(storage, -1) > operation.index for storage in touched)
+        self.saving.clone = any(
+            self.tape.last_write.get(storage, -1) > operation.index for storage in touched
+        )
         followed = operation.grad_enabled or (
             # inside a custom function, or the copy that its apply makes of an input returned as it is
             self.autograd and (operation.call is not None or self._followed(operation))
@@ -420,6 +426,17 @@ class Player:
             self.env[stored] = self.value(stored).detach() + gradient
         else:
             self.env[stored] = gradient.clone()
+
+
+def _looked_at(tape: Tape) -> Iterator[tuple[int, int]]:
+    """(operation, slot): gradients that somebody may look at before that operation."""
+    for call in tape.backwards:
+        for at, _, gradient in (*call.contributions, *call.received):
+            yield at, gradient
+    yield from tape.final_gradients.values()
+    for function in tape.functions:
+        for at, gradients_in, gradients_out, _ in function.backwards:
+            yield from ((at, slot) for slot in (*gradients_in, *gradients_out) if slot is not None)
 
 
 def _without_others(operation: Operation) -> Any:

@@ -13,8 +13,7 @@ MOST_ROWS = 4  # more rows than this say nothing
 
 
 def trace_rows(tape: Tape, operation: Operation, origin: Operation, bad: torch.Tensor) -> str:
-    """The batch rows behind a bad result; of a backward operation, behind the same elements of its
-    forward."""
+    """The batch rows behind a bad result, or behind the same elements of its forward."""
     try:
         found = _trace(tape, origin, bad)
     except (CannotReplay, RuntimeError, IndexError):
@@ -23,8 +22,7 @@ def trace_rows(tape: Tape, operation: Operation, origin: Operation, bad: torch.T
 
 
 def _by_shape(tape: Tape, bad: torch.Tensor) -> str:
-    """When nothing differentiable leads to the batch: the place of the bad elements, where the shape is the
-    batch's."""
+    """The place of the bad elements, where their shape is the batch's."""
     for slot in tape.inputs:
         if not slot.shape or slot.shape[0] < 2 or bad.dim() == 0:
             continue
@@ -60,7 +58,7 @@ def _trace(tape: Tape, origin: Operation, bad: torch.Tensor) -> str:
                 sources[operation.makes[0]] = (value, operation.reads[1])
 
     forward = [op for op in tape.operations[: origin.index] if op.in_backward is None]
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         player.play(forward, after=after, keep_for=origin)
         operands = [player.value(slot) for slot in origin.reads if tape.slots[slot].dtype.is_floating_point]
         chosen = [(o, _elements(o, bad)) for o in operands if o.requires_grad]

@@ -195,12 +195,9 @@ def _judge_parameters(
     depth = math.sqrt(max(1, sum(op.in_backward is None for op in tape.operations)))
     eps = _coarsest(tape)
     judged: dict[int, ParameterGradient] = {}
-    slots = [
-        s
-        for s in tape.parameters
-        if any(s.index in calls for calls in (*truth.per_call.values(), *real.values()))
-    ]
-    slots += [s for s in tape.parameters if s not in slots and _wants_gradient(tape, s)]
+    reached = {slot for calls in (*truth.per_call.values(), *real.values()) for slot in calls}
+    wanted = reached | _followed_leaves(tape)
+    slots = [slot for slot in tape.parameters if slot.index in wanted]
     for slot in slots:
         got = _total(real, slot.index)
         right, mine = truth.gradients.get(slot.index), own.gradients.get(slot.index)
@@ -246,8 +243,7 @@ def _judge_one(
 
 
 def _excused(parameter: ParameterGradient) -> ParameterGradient:
-    """With a straight-through estimator on the way, the derivative is not what the step was meant to
-    follow."""
+    """Behind a straight-through estimator the step is not meant to follow the derivative."""
     if parameter.verdict != "wrong":
         return parameter
     values = {**parameter.__dict__, "verdict": "right", "pattern": "a surrogate gradient, not the derivative"}
@@ -259,13 +255,10 @@ def _total(real: dict[int, dict[int, torch.Tensor]], slot: int) -> torch.Tensor 
     return sum(parts[1:], parts[0]) if parts else None
 
 
-def _wants_gradient(tape: Tape, slot: Slot) -> bool:
-    return any(
-        ref.slot == slot.index and ref.tracked
-        for operation in tape.operations
-        if operation.in_backward is None
-        for ref in references((operation.args, operation.kwargs))
-    )
+def _followed_leaves(tape: Tape) -> set[int]:
+    """Leaves that autograd was following when they were read."""
+    forward = (operation for operation in tape.operations if operation.in_backward is None)
+    return {ref.slot for op in forward for ref in references((op.args, op.kwargs)) if ref.tracked}
 
 
 def _coarsest(tape: Tape) -> float:

@@ -1,5 +1,4 @@
-"""Did a backward read what its forward produced? What it reads is on the tape, and so is who wrote to that
-memory since."""
+"""Did a backward read what its forward produced, or was that memory written since?"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
@@ -43,6 +44,7 @@ from gradproof.tape.tensors import (
     geometry_of,
     load,
     map_tensors,
+    nbytes,
     plain,
     storage_key,
     tensors_in,
@@ -55,6 +57,7 @@ _HIDDEN = (
     "<",
 )
 _WHOLE_STORAGE = 1 << 20  # bytes: a leaf's memory up to this size, or twice the leaf, is kept whole
+_LARGE = 64 << 20  # bytes: an input larger than this is a data set
 _FILLED = 1 << 30  # bytes: larger fresh memory is left as it is
 SENTINEL = 1.4142135e-5  # fills fresh memory while recording: what still holds it was never written
 
@@ -72,6 +75,10 @@ class State:
         self.storage_number: dict[int, int] = {}
         self.geometry: dict[int, tuple] = {}
         self.memory_of: dict[int, Memory] = {}
+        self.apart: set[int] = set()  # storages too large to keep whole: each view is a leaf of its own
+        self.large: set[int] = set()  # slots of a whole data set: what is picked from them is kept instead
+        self.gradient_of = {id(p.grad): p for p in parameters if p.grad is not None}
+        self.count: Counter[str] = Counter()
         self.unknown: dict[int, bool] = {}  # storages of unknown content; True: filled by us
         self.was_read: set[int] = set()
         self.pins: list = []  # weak references: as long as they live, no address is used twice
@@ -94,11 +101,15 @@ class State:
         )
 
     def guarded(self, function: Callable, *args: Any) -> Any:
+        """Runs a piece of recording: not taped itself, and what it raises ends the tape, not the training."""
+        outer, self.paused = self.paused, True
         try:
             return function(*args)
         except Exception as error:
             self.tape.broken = f"recording stopped at operation {len(self.tape.operations)}: {error!r}"
             return None
+        finally:
+            self.paused = outer
 
     # -- operations
 
@@ -149,15 +160,24 @@ class State:
         elif not is_collective(func):
             for tensor in written:
                 self.unknown.pop(storage_key(tensor) or 0, None)
-        if (
+        if not self.large.isdisjoint(operation.reads) and fresh:
+            self.pick_from_large(operation, fresh)
+        elif (
             is_random(func, args, kwargs) or name == "wait_tensor"
-        ):  # a collective's result is known when it is awaited
+        ):  # awaited: now a collective's result is known
             operation.frozen = freeze(name, written if name == "rrelu_with_noise" else fresh or written)
         if not is_view(func) and name not in FRESH:
             number = fingerprint(fresh or written)
             if number is not None:
                 operation.fingerprint = len(self.tape.fingerprints)
                 self.tape.fingerprints.append(number)  # type: ignore[union-attr]
+
+    def pick_from_large(self, operation: Operation, results: list[torch.Tensor]) -> None:
+        """A batch taken out of a data set: the batch is kept, not the data set."""
+        if sum(nbytes(result) for result in results) <= _LARGE:
+            operation.frozen = tuple(result.detach().clone() for result in results)
+        else:
+            self.large.update(operation.makes)
 
     def note_operator(self, operation: Operation, args: tuple, kwargs: dict) -> None:
         """An operator from outside PyTorch: the tape sees its result, not its inside."""
@@ -191,9 +211,7 @@ class State:
     ) -> Operation:
         node = torch._C._current_autograd_node() if self.backward else None
         origin = self.forward_at.get(node._sequence_nr()) if node is not None else None
-        stepping = (
-            self.optimizer_depth > 0 and not grad_enabled and self.call is None
-        )  # a closure enables gradients
+        stepping = self.optimizer_depth > 0 and not grad_enabled and self.call is None  # closures enable it
         phase = "backward" if self.backward else "optimizer" if stepping else "forward"
         module = self.module_stack[-1][1] if self.module_stack else ""
         if origin is not None and not module:
@@ -263,13 +281,11 @@ class State:
             for other in self.on_storage.get(key or 0, ())
             if self.tape.slots[other].dtype == tensor.dtype
         ]
-        memory = self.memory_of.get(key or 0)
-        if memory is not None and not memory.views:
-            same_type = []
-        if not same_type:
-            return self.leaf(tensor, key)
         geometry = geometry_of(tensor)
-        source = next((o for o in reversed(same_type) if self.geometry[o] == geometry), same_type[-1])
+        same = [other for other in same_type if self.geometry[other] == geometry]
+        if not same_type or (key in self.apart and not same):
+            return self.leaf(tensor, key)
+        source = (same or same_type)[-1]
         line, _ = self.user_line()
         refs = (Ref(source, tensor.requires_grad), *geometry)
         operation = self.append(alias, refs, {}, line, grad_enabled=torch.is_grad_enabled())
@@ -283,11 +299,14 @@ class State:
         if key is None:
             self.tape.loose[index] = tensor.detach().clone()
             return index
+        if slot.kind == "input" and nbytes(tensor) > _LARGE:
+            self.large.add(index)
+            return index
         memory = self.whole_memory(tensor)
         if memory is None:
             memory = Memory(tensor.detach().clone().reshape(-1), kept=True)
             memory.views[index] = (tuple(tensor.shape), contiguous_strides(tensor.shape), 0)
-            self.on_storage[key].remove(index)  # another view of this memory will be a leaf of its own
+            self.apart.add(key)
         else:
             memory.views[index] = self.geometry[index]
             self.memory_of[key] = memory
@@ -304,22 +323,25 @@ class State:
 
     def kind_and_name(self, tensor: torch.Tensor) -> tuple[str, str]:
         name = self.name_of_parameter(tensor)
-        free = (
-            not self.parameters and tensor.is_leaf and tensor.requires_grad
-        )  # nobody said what the parameters are
+        # where nobody said what the parameters are, leaves that require gradients are
+        free = not self.parameters and tensor.is_leaf and tensor.requires_grad
         if name is not None or isinstance(tensor, torch.nn.Parameter) or free:
             self.parameters[id(tensor)] = tensor
-            return "parameter", name or f"parameter{len(self.tape.parameters)}"
+            return "parameter", name or self.numbered("parameter")
         if id(tensor) in self.buffers:
             return "buffer", self.buffers[id(tensor)]
-        owner = next((p for p in self.parameters.values() if p.grad is tensor), None)
-        if owner is not None:
+        owner = self.gradient_of.get(id(tensor))
+        if owner is not None and owner.grad is tensor:
             return "gradient", f"{self.name_of_parameter(owner) or 'parameter'}.grad"
         if self.optimizer_depth > 0 and not self.grad_enabled:
-            return "state", f"optimizer state{len(self.tape.leaves('state'))}"
+            return "state", self.numbered("optimizer state")
         if self.backward:
             return "outside", "made outside PyTorch"
-        return "input", f"input{len(self.tape.inputs)}"
+        return "input", self.numbered("input")
+
+    def numbered(self, word: str) -> str:
+        self.count[word] += 1
+        return f"{word}{self.count[word] - 1}"
 
     # -- memory
 
@@ -367,8 +389,8 @@ class State:
             key = storage_key(tensor)
             if key is None or tensor.numel() == 0:
                 continue
-            size = tensor.numel() * tensor.element_size()
-            fill = self.fill and tensor.is_floating_point() and tensor.element_size() >= 2 and size <= _FILLED
+            fill = self.fill and tensor.is_floating_point() and tensor.element_size() >= 2
+            fill = fill and nbytes(tensor) <= _FILLED
             self.unknown[key] = fill
             if fill:
                 tensor.fill_(SENTINEL)
@@ -423,15 +445,8 @@ class State:
         return None, False
 
 
+_OWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
+
+
 def _has_own_backward(func: Any) -> bool:
-    namespace = getattr(func, "namespace", "aten")
-    return namespace not in (
-        "aten",
-        "prims",
-        "c10d",
-        "_c10d_functional",
-        "profiler",
-        "higher_order",
-        "mkldnn",
-        "quantized",
-    )
+    return getattr(func, "namespace", "aten") not in _OWN_NAMESPACES

@@ -57,6 +57,10 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def geometry_of(tensor: torch.Tensor) -> tuple:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
 
