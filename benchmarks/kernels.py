@@ -148,37 +148,39 @@ def ce_peers(x: Tensor, y: Tensor) -> dict:
 def launches(dtype: torch.dtype) -> list:
     from gradproof.kernels.triton_loss import Launch
 
-    sliced = [
-        Launch(2048, 8, registers=64),
-        Launch(4096, 4),
-        Launch(4096, 8, registers=80),
-        Launch(8192, 8),
-        Launch(8192, 8, registers=None),
-        Launch(8192, 8, registers=80),
-        Launch(8192, 8, ticket=False),
-        Launch(8192, 8, shift=False),
-        Launch(8192, 8, registers=80, reload=True),
-        Launch(8192, 16, registers=64),
-        Launch(16384, 16, registers=64),
-        Launch(16384, 16),
-        Launch(32768, 32, registers=64),
+    cached = [
+        Launch(slice, block, warps, registers)
+        for slice, block, warps, registers in (
+            (8192, 2048, 8, 64),
+            (8192, 1024, 4, 64),
+            (16384, 2048, 8, 64),
+            (16384, 2048, 8, 40),
+            (16384, 4096, 8, 64),
+            (16384, 4096, 16, 64),
+            (32768, 2048, 8, 64),
+            (32768, 4096, 16, 64),
+            (32768, 8192, 32, 64),
+            (65536, 4096, 16, 64),
+            (65536, 8192, 32, 64),
+            (1 << 20, 4096, 16, 64),
+            (1 << 20, 8192, 32, 64),
+        )
     ]
-    rows = [
-        Launch(2048, 8, sliced=False, registers=64),
-        Launch(4096, 8, sliced=False, registers=64),
-        Launch(4096, 16, sliced=False, registers=64),
-        Launch(8192, 16, sliced=False, registers=64),
-        Launch(8192, 32, sliced=False, registers=64),
-        Launch(16384, 32, sliced=False, registers=64),
+    kept = [
+        Launch(4096, 4096, 8, 80, keep=True),
+        Launch(8192, 8192, 8, 128, keep=True),
+        Launch(8192, 8192, 16, 64, keep=True),
+        Launch(16384, 16384, 16, 128, keep=True),
+        Launch(16384, 16384, 32, 64, keep=True),
     ]
-    return rows if RESULTS.get("hangs") else sliced + rows
+    odd = [Launch(16384, 2048, 8, 64, ticket=False), Launch(16384, 2048, 8, 64, shift=False)]
+    return [la for la in cached + kept + odd if not RESULTS.get("hangs") or la.slice == 1 << 20]
 
 
 def launch_name(launch) -> str:
-    kind = ("slices" if launch.sliced else "rows") + f" {launch.block}/{launch.warps}"
-    kind += " reload" if launch.reload else ""
-    kind += f" {launch.registers} registers"
-    return kind + ("" if launch.ticket else " no ticket") + ("" if launch.shift else " no shift")
+    name = f"{launch.slice}/{launch.block}, {launch.warps} warps, {launch.registers} registers"
+    name += " kept" if launch.keep else ""
+    return name + ("" if launch.ticket else " no ticket") + ("" if launch.shift else " no shift")
 
 
 def one_launch(dtype: torch.dtype, n: int, v: int, launch):
@@ -554,7 +556,7 @@ def warm_in_parallel() -> dict:
         from gradproof.kernels import triton_loss
 
         RESULTS["hangs"] = hung
-        triton_loss.choose_launch = lambda *_: triton_loss.Launch(8192, 8, sliced=False)
+        triton_loss.choose_launch = lambda *_: triton_loss.Launch(1 << 20, 4096, 16, 64)
     return {"hung": hung, "said": [s for s in said if s]}
 
 

@@ -42,6 +42,30 @@ def _accurate_sum(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _scale_near(m, WIDE: tl.constexpr):
+    """(shift, n, scale) with exp(x - scale) = exp(x - shift) * 2**-n at most about 1 for x up to m."""
+    empty = m == float("-inf")
+    m = tl.where(empty, 0.0, m)
+    if WIDE:
+        return m, 0.0, tl.where(empty, -1e300, m)
+    else:
+        shift = tl.where(tl.abs(m) > 256.0, m, 0.0)  # then x - m is exact wherever exp is not 0
+        n = tl.floor((m - shift) * LOG2E + 0.5)
+        return shift, n, tl.where(empty, -1e300, shift.to(tl.float64) + n.to(tl.float64) * LN2)
+
+
+@triton.jit
+def _exp_of(x, shift, n, WIDE: tl.constexpr, QUICK: tl.constexpr):
+    """exp(x - scale); QUICK is right to 4e-6, enough for what is rounded to 16 bits."""
+    if WIDE:
+        return tl.exp(x - shift)
+    elif QUICK:
+        return tl.exp2((x - shift) * LOG2E - n)
+    else:
+        return _exp_scaled(x - shift, n)
+
+
+@triton.jit
 def _exponentials(x, floor, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """(exp(x - scale), scale, sum of them) with a scale near the largest of x and floor, both in float64."""
     m = tl.maximum(tl.max(x, 0), floor)
@@ -172,13 +196,13 @@ def _by_slices(
     logits, gradient, targets, masks, weights, w_sum, scales, losses, lses, posts, counters,
     v, per_outer, x_outer, x_inner, g_outer, g_inner, ignore_index, smoothing, z_loss, softcap,
     slices, MANY: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RELOAD: tl.constexpr,
-    TICKET: tl.constexpr, WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PER_ROW: tl.constexpr,
-    WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, POSTS: tl.constexpr,
+    TICKET: tl.constexpr, WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    PER_ROW: tl.constexpr, WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, POSTS: tl.constexpr,
 ):  # fmt: skip
     """One CTA a slice of a row; slices * BLOCK cover it.
 
-    With SHIFT, slices are counted from the last multiple of 8 entries before the row, so that loads and stores
-    of a row that starts anywhere are 16 bytes wide; loads reach into the neighbouring rows, stores do not.
+    With SHIFT, slices are counted from the last multiple of 8 entries before the row, so that loads and
+    stores of a row that starts anywhere are 16 bytes wide; loads reach into the next rows, stores do not.
     """
     ticket = tl.atomic_add(counters, 1, sem="relaxed") if TICKET else tl.program_id(0)
     row = ticket // slices
@@ -270,55 +294,144 @@ def _by_slices(
 
 
 @triton.jit
-def _row_by_row(
-    logits, gradient, targets, masks, weights, w_sum, scales, losses, lses,
+def _logits_at(
+    x_row, offsets, lead, v, softcap, SHIFT: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """The (softened) logits at offsets of a row, -inf outside it."""
+    if SHIFT:
+        end = tl.multiple_of((lead + v + 7) // 8 * 8, 8)
+        raw = tl.load(x_row + offsets, mask=offsets < end, other=float("-inf"))
+        raw = tl.where((offsets >= lead) & (offsets < lead + v), raw, float("-inf"))
+    else:
+        raw = tl.load(x_row + offsets, mask=offsets < v, other=float("-inf"))
+    return _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
+
+
+@triton.jit(do_not_specialize=["slices", "per_slice"])
+def _in_cache(
+    logits, gradient, targets, masks, weights, w_sum, scales, losses, lses, posts, counters,
     v, per_outer, x_outer, x_inner, g_outer, g_inner, ignore_index, smoothing, z_loss, softcap,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    PER_ROW: tl.constexpr, WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    slices, per_slice, MANY: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, TICKET: tl.constexpr,
+    WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PER_ROW: tl.constexpr,
+    WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, POSTS: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a row; the second pass runs backwards, to meet what the first left in the cache."""
-    row = tl.program_id(0)
+    """One CTA a slice of per_slice blocks: largest, sum, gradient; all but the first look find it cached."""
+    ticket = tl.atomic_add(counters, 1, sem="relaxed") if TICKET else tl.program_id(0)
+    row = ticket // slices
+    part = ticket % slices
     start = (row // per_outer).to(tl.int64) * x_outer + (row % per_outer).to(tl.int64) * x_inner
     out = gradient + (row // per_outer).to(tl.int64) * g_outer + (row % per_outer).to(tl.int64) * g_inner
     y, valid = _target_of_row(targets, masks, row, ignore_index, HAS_MASK)
+    low = part * per_slice * BLOCK
     if not valid:
         if WANT:
-            _zero_row(out, 0, v, BLOCK)
-        tl.store(losses + row, 0.0)
-        tl.store(lses + row, 0.0)
+            _zero_row(out, low, tl.minimum(low + per_slice * BLOCK, v), BLOCK)
+        if part == 0:
+            tl.store(losses + row, 0.0)
+            tl.store(lses + row, 0.0)
         return
+    lead = 0
+    x_row = logits + start
+    out_row = out
+    if SHIFT:
+        lead = (start % 8).to(tl.int32)
+        x_row = logits + tl.multiple_of(start - lead, 8)
+        out_row = gradient + tl.multiple_of(start - lead, 8)
+    high = tl.minimum(low + per_slice * BLOCK, (lead + v + BLOCK - 1) // BLOCK * BLOCK)
+    at_y = (y + lead).to(tl.int32)
     x_y = _target_logit(logits, start, y, v, softcap, WIDE, SOFTCAP)
-    row_scale = tl.where(x_y == float("-inf"), -1e300, x_y.to(tl.float64))
-    total = tl.zeros((), tl.float64)
+
+    most = tl.full((BLOCK,), float("-inf"), tl.float64 if WIDE else tl.float32)
+    for begin in range(low, high, BLOCK):
+        offsets = tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
+        most = tl.maximum(most, _logits_at(x_row, offsets, lead, v, softcap, SHIFT, WIDE, SOFTCAP))
+    shift, n, scale = _scale_near(tl.maximum(tl.max(most, 0), x_y), WIDE)
+
+    sums = tl.zeros((BLOCK // 4,), tl.float64 if WIDE else tl.float32)
+    lost = tl.zeros((BLOCK // 4,), tl.float64 if WIDE else tl.float32)
     spread = tl.zeros((), tl.float64)
-    blocks = tl.cdiv(v, BLOCK)
-    for block in range(0, blocks):
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < v
-        raw = tl.load(logits + start + offsets, mask=inside, other=float("-inf"))
-        x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-        e, scale, part = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
-        larger = tl.maximum(row_scale, scale)
-        total = total * tl.exp(row_scale - larger) + part * tl.exp(scale - larger)
-        row_scale = larger
+    for begin in range(low, high, BLOCK):
+        offsets = tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
+        x = _logits_at(x_row, offsets, lead, v, softcap, SHIFT, WIDE, SOFTCAP)
         if SMOOTH:
-            spread += _spread(x, offsets, inside, weights, v, HAS_WEIGHT, BLOCK)
+            inside = (offsets >= lead) & (offsets < lead + v)
+            spread += _spread(x, offsets - lead, inside, weights, v, HAS_WEIGHT, BLOCK)
+        e = _exp_of(x, shift, n, WIDE, False)
+        if (at_y >= begin) & (at_y < begin + BLOCK):
+            e = tl.where(offsets == at_y, 0.0, e)
+        # compensated: what was lost of the sum so far is taken off the next four
+        more = tl.sum(tl.reshape(e, (4, BLOCK // 4)), 0) - lost
+        together = sums + more
+        lost = (together - sums) - more
+        sums = together
+    total = tl.sum(sums.to(tl.float64), 0) - tl.sum(lost.to(tl.float64), 0)
+
+    row_scale = scale
+    if MANY:
+        # post mine, wait for all of the row, add them up in the order of the slices
+        post = posts + (row.to(tl.int64) * slices + part) * 3
+        tl.store(post, scale)
+        tl.store(post + 1, total)
+        tl.store(post + 2, spread)
+        tl.debug_barrier()
+        tl.atomic_add(counters + 1 + row, 1, sem="release", scope="gpu")
+        while tl.atomic_add(counters + 1 + row, 0, sem="acquire", scope="gpu") < slices:
+            pass
+        tl.debug_barrier()
+        each = tl.arange(0, POSTS)
+        here = each < slices
+        post = posts + (row.to(tl.int64) * slices + each) * 3
+        all_scales = tl.load(post, mask=here, other=float("-inf"), cache_modifier=".cg")
+        all_sums = tl.load(post + 1, mask=here, other=0.0, cache_modifier=".cg")
+        row_scale = tl.max(all_scales, 0)
+        total = tl.sum(all_sums * tl.exp(all_scales - row_scale), 0)
+        if SMOOTH:
+            spread = tl.sum(tl.load(post + 2, mask=here, other=0.0, cache_modifier=".cg"), 0)
     factor, soft, target = _finish_row(
-        row, True, y, x_y, row_scale, total, spread, losses, lses, weights, w_sum, v, smoothing, z_loss,
+        row, part == 0, y, x_y, row_scale, total, spread, losses, lses, weights, w_sum, v, smoothing, z_loss,
         scales, PER_ROW, SMOOTH, HAS_WEIGHT,
     )  # fmt: skip
     if WANT:
-        for backwards in range(0, blocks):
-            offsets = (blocks - 1 - backwards) * BLOCK + tl.arange(0, BLOCK)
-            inside = offsets < v
-            raw = tl.load(logits + start + offsets, mask=inside, other=float("-inf"))
-            x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-            e, scale, _ = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
-            here = factor * tl.exp(scale - row_scale)
-            dx = _gradient(
-                x, e, offsets, y, here, soft, target, weights, softcap, v, SMOOTH, HAS_WEIGHT, SOFTCAP
-            )
-            tl.store(out + offsets, dx.to(out.dtype.element_ty), mask=inside)
+        if SHIFT and part == 0:  # the entries before the first and after the last multiple of 8
+            count = tl.arange(0, 16)
+            end = (lead + v) // 8 * 8
+            edge = tl.where(count < 8, count, tl.maximum(end, 8) + count - 8)
+            outer = (edge < (lead + 7) // 8 * 8) | (edge >= end)
+            outer = outer & (edge >= lead) & (edge < lead + v)
+            at_edge = tl.load(x_row + edge, mask=outer, other=0.0)
+            at_edge = _soften(at_edge.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
+            e_edge = tl.exp(at_edge.to(tl.float64) - row_scale)
+            dx_edge = _gradient(
+                at_edge, e_edge, edge - lead, y, factor, soft, target, weights, softcap, v,
+                SMOOTH, HAS_WEIGHT, SOFTCAP,
+            )  # fmt: skip
+            dx_edge = dx_edge.to(tl.float64 if WIDE else tl.float32)
+            tl.store(out_row + edge, dx_edge.to(out.dtype.element_ty), mask=outer)
+        factor *= tl.exp(scale - row_scale)
+        times = factor.to(tl.float64 if WIDE else tl.float32)
+        less = soft.to(tl.float64 if WIDE else tl.float32)
+        for back in range(low, high, BLOCK):  # backwards, to meet what is still cached
+            begin = tl.multiple_of(high - BLOCK - (back - low), BLOCK)
+            offsets = begin + tl.arange(0, BLOCK)
+            x = _logits_at(x_row, offsets, lead, v, softcap, SHIFT, WIDE, SOFTCAP)
+            dx = _exp_of(x, shift, n, WIDE, QUICK) * times
+            if SMOOTH:
+                known = (offsets >= lead) & (offsets < lead + v)
+                if HAS_WEIGHT:
+                    dx -= less * tl.load(weights + (offsets - lead), mask=known, other=0.0).to(dx.dtype)
+                else:
+                    dx -= less
+            if (at_y >= begin) & (at_y < begin + BLOCK):
+                dx = tl.where(offsets == at_y, target.to(dx.dtype), dx)
+            if SOFTCAP:
+                bent = x / softcap
+                dx *= 1 - bent * bent
+            if SHIFT:
+                stored = offsets >= tl.multiple_of((lead + 7) // 8 * 8, 8)
+                stored = stored & (offsets < tl.multiple_of((lead + v) // 8 * 8, 8))
+            else:
+                stored = offsets < v
+            tl.store(out_row + offsets, dx.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -370,15 +483,15 @@ def _scale_entries(gradient, scales, size, v, PER_ROW: tl.constexpr, BLOCK: tl.c
 
 @dataclass(frozen=True)
 class Launch:
-    """How a row is worked on: by slices of `block`, or, with `sliced` False, by one CTA."""
+    """How a row is worked on: slices of `slice` entries, each by blocks of `block`."""
 
+    slice: int
     block: int
     warps: int
-    sliced: bool = True
-    reload: bool = False
+    registers: int | None = None  # at most, of a thread: more CTAs at a time hide each other's waiting
+    keep: bool = False  # a slice of one block in registers
     ticket: bool = True
     shift: bool = True  # align rows that start anywhere
-    registers: int | None = 128  # at most, of a thread: more CTAs at a time hide each other's waiting
 
 
 INTERPRETED = not isinstance(_by_slices, triton.runtime.JITFunction)
@@ -386,10 +499,12 @@ INTERPRETED = not isinstance(_by_slices, triton.runtime.JITFunction)
 
 def choose_launch(v: int, dtype: torch.dtype, processors: int) -> Launch:
     """The fastest way measured on an H200 by benchmarks/kernels.py."""
-    block = min(max(64, triton.next_power_of_2(v + 7)), 8192)
-    warps = max(1, min(8, block // 512))
-    sliced = v + 7 <= block or (not INTERPRETED and triton.cdiv(v + 7, block) <= processors)
-    return Launch(block, warps, sliced)
+    block = min(max(64, triton.next_power_of_2(v + 7)), 2048)
+    warps = max(1, min(8, block // 256))
+    whole = triton.cdiv(v + 7, block) * block
+    if INTERPRETED or triton.cdiv(whole, 16384) > processors:
+        return Launch(whole, block, warps, 64)
+    return Launch(min(whole, 16384), block, warps, 64)
 
 
 def losses_and_gradient(
@@ -438,17 +553,19 @@ def losses_and_gradient(
     }
     if launch.registers and not INTERPRETED:
         flags["maxnreg"] = launch.registers
-    if not launch.sliced:
-        _row_by_row[(rows,)](*arguments, *numbers, **flags)
-        return losses, lses
     anywhere = v % 8 != 0 or any(stride % 8 for stride in _row_strides(x))
     shift = launch.shift and anywhere and _are_alike(x, out)
-    slices = triton.cdiv(v + 7 if shift else v, launch.block)
+    slices = triton.cdiv(v + 7 if shift else v, launch.slice)
     posts = torch.empty(rows * slices * 3 if slices > 1 else 0, dtype=torch.float64, device=x.device)
     counters = torch.zeros(1 + rows if slices > 1 else 1, dtype=torch.int32, device=x.device)
     flags |= {"MANY": slices > 1, "SHIFT": shift, "POSTS": max(64, triton.next_power_of_2(slices))}
-    flags |= {"RELOAD": launch.reload, "TICKET": launch.ticket and slices > 1}
-    _by_slices[(rows * slices,)](*arguments, posts, counters, *numbers, slices, **flags)
+    flags |= {"TICKET": launch.ticket and slices > 1}
+    if launch.keep:
+        _by_slices[(rows * slices,)](*arguments, posts, counters, *numbers, slices, RELOAD=False, **flags)
+    else:
+        blocks = launch.slice // launch.block
+        flags["QUICK"] = out.dtype in (torch.bfloat16, torch.float16)
+        _in_cache[(rows * slices,)](*arguments, posts, counters, *numbers, slices, blocks, **flags)
     return losses, lses
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192  # elements a CTA holds in registers
+BLOCK = 4096  # elements a CTA holds in registers
 WARPS = 8
 FIELDS = 12  # what a chunk is reduced to: the COLUMNS of tensor_stats without absmax
 
