@@ -53,7 +53,8 @@ def section(name: str, function, *args):
         torch.cuda.empty_cache() if torch.cuda.is_available() else None
     RESULTS[name] = result
     took = time.monotonic() - begin
-    print(f"[{time.monotonic() - START:5.0f} s, {took:4.0f}] {name}: {json.dumps(result)[:1500]}")
+    said = json.dumps(result)[: 9500 if name == "tests" else 1800]
+    print(f"[{time.monotonic() - START:5.0f} s, {took:4.0f}] {name}: {said}")
     sys.stdout.flush()
     if "out" in RESULTS:
         Path(RESULTS["out"], "kernels.json").write_text(json.dumps(RESULTS, indent=1))
@@ -148,37 +149,31 @@ def ce_peers(x: Tensor, y: Tensor) -> dict:
 def launches(dtype: torch.dtype) -> list:
     from gradproof.kernels.triton_loss import Launch
 
-    sliced = [
-        Launch(2048, 8, registers=64),
-        Launch(4096, 4),
-        Launch(4096, 8, registers=80),
-        Launch(8192, 8),
-        Launch(8192, 8, registers=None),
-        Launch(8192, 8, registers=80),
-        Launch(8192, 8, ticket=False),
-        Launch(8192, 8, shift=False),
-        Launch(8192, 8, registers=80, reload=True),
-        Launch(8192, 16, registers=64),
-        Launch(16384, 16, registers=64),
-        Launch(16384, 16),
-        Launch(32768, 32, registers=64),
-    ]
-    rows = [
-        Launch(2048, 8, sliced=False, registers=64),
-        Launch(4096, 8, sliced=False, registers=64),
-        Launch(4096, 16, sliced=False, registers=64),
-        Launch(8192, 16, sliced=False, registers=64),
-        Launch(8192, 32, sliced=False, registers=64),
-        Launch(16384, 32, sliced=False, registers=64),
-    ]
-    return rows if RESULTS.get("hangs") else sliced + rows
+    ways = (
+        (4096, 1024, 4, None),
+        (8192, 1024, 4, None),
+        (8192, 2048, 8, None),
+        (16384, 1024, 4, None),
+        (16384, 2048, 4, None),
+        (16384, 2048, 8, None),
+        (16384, 2048, 8, 40),
+        (16384, 4096, 8, 64),
+        (16384, 4096, 16, 64),
+        (32768, 2048, 8, None),
+        (32768, 4096, 8, None),
+        (32768, 4096, 16, None),
+        (32768, 8192, 32, 64),
+        (65536, 4096, 16, None),
+        (65536, 8192, 32, 64),
+        (1 << 20, 2048, 8, None),
+        (1 << 20, 4096, 16, None),
+        (1 << 20, 8192, 32, 64),
+    )
+    return [Launch(*way) for way in ways if not RESULTS.get("hangs") or way[0] == 1 << 20]
 
 
 def launch_name(launch) -> str:
-    kind = ("slices" if launch.sliced else "rows") + f" {launch.block}/{launch.warps}"
-    kind += " reload" if launch.reload else ""
-    kind += f" {launch.registers} registers"
-    return kind + ("" if launch.ticket else " no ticket") + ("" if launch.shift else " no shift")
+    return f"{launch.slice}/{launch.block}, {launch.warps} warps, {launch.registers} registers"
 
 
 def one_launch(dtype: torch.dtype, n: int, v: int, launch):
@@ -329,43 +324,49 @@ def linear_table(n: int, d: int, v: int) -> dict:
             row[name] = f"{type(error).__name__}: {error}"[:300]
         h.grad = w.grad = None
         torch.cuda.empty_cache()
+    row["gradproof extra GB beside its float32 sum"] = row["gradproof extra GB"] - 4 * w.numel() / 1e9
     return row
 
 
 def linear_slabs(n: int, d: int, v: int) -> dict:
     """Milliseconds by the bytes of the slab, and of its pieces."""
     from gradproof.kernels import linear_cross_entropy as module
+    from gradproof.kernels import triton_loss
 
     h, w, y = linear_inputs(n, d, v)
     row = {}
     before = module.SLAB_BYTES
     for mib in (256, 512, 1024, 2048):
         module.SLAB_BYTES = mib << 20
-        rows = module.slab_rows(v, h.dtype, True)
-        row[f"{mib} MiB, {rows} rows"] = gpu_ms(
+        rows = module.slab_rows(v, h.dtype, True, d)
+        row[f"{mib} MiB, rows {rows}"] = gpu_ms(
             forward_backward(lambda: linear_cross_entropy(h, w, y), h, w), 4, 2
         )
     module.SLAB_BYTES = before
-    rows = min(n, module.slab_rows(v, h.dtype, True))
-    hs, ws = h.detach()[:rows], w.detach()
+    rows, many, _ = module.slab_rows(v, h.dtype, True, d)
+    many = min(many, n)
+    hs, ws = h.detach(), w.detach()
     logits = torch.empty(rows, v, device="cuda")
-    dlogits = torch.randn(rows, v, device="cuda", dtype=torch.bfloat16)
+    dlogits = torch.randn(many, v, device="cuda", dtype=torch.bfloat16)
     sum_dw = torch.zeros(v, d, device="cuda")
-    dh = torch.empty_like(hs)
-    slabs = -(-n // rows)
-    row["of all slabs: logits, float32 out"] = slabs * gpu_ms(lambda: module.multiply(hs, ws.mT, out=logits))
-    row["of all slabs: dhidden"] = slabs * gpu_ms(lambda: torch.mm(dlogits, ws, out=dh))
-    into = lambda add: module.multiply(dlogits.mT, hs, out=sum_dw, add=add)  # noqa: E731
-    row["of all slabs: dweight +="] = slabs * gpu_ms(lambda: into(True))
-    row["of all slabs: dweight ="] = slabs * gpu_ms(lambda: into(False))
-    row["dweight to bf16"] = gpu_ms(lambda: sum_dw.bfloat16())
-    from gradproof.kernels import triton_loss
-
+    dh = torch.empty(many, d, device="cuda", dtype=torch.bfloat16)
     scale = triton_loss.mean_scale(y, None, None, -100)
     options = LossOptions()
-    row["of all slabs: loss"] = slabs * gpu_ms(
-        lambda: triton_loss.losses_and_gradient(logits, y[:rows], None, None, options, scale, dlogits)
+    into = lambda add: module.multiply(dlogits.mT, hs[:many], out=sum_dw, add=add)  # noqa: E731
+    row["all: logits, float32 out"] = n / rows * gpu_ms(lambda: module.multiply(hs[:rows], ws.mT, out=logits))
+    row["all: dhidden"] = n / many * gpu_ms(lambda: torch.mm(dlogits, ws, out=dh))
+    row["all: dweight +="] = n / many * gpu_ms(lambda: into(True))
+    row["all: dweight ="] = n / many * gpu_ms(lambda: into(False))
+    row["all: loss"] = (
+        n
+        / rows
+        * gpu_ms(
+            lambda: triton_loss.losses_and_gradient(
+                logits, y[:rows], None, None, options, scale, dlogits[:rows]
+            )
+        )
     )
+    row["dweight to bf16"] = gpu_ms(lambda: sum_dw.bfloat16())
     return row
 
 
@@ -444,9 +445,11 @@ def stats_sweep(tensors: list[Tensor]) -> dict:
     from gradproof.kernels.triton_stats import stats_on_gpu
 
     flat = [x.reshape(-1) for x in tensors]
+    ways = ((8192, 1024, 8), (16384, 1024, 8), (16384, 512, 4), (16384, 1024, 4), (16384, 2048, 8))
+    ways += ((32768, 1024, 8), (32768, 2048, 8), (32768, 2048, 16), (65536, 1024, 8), (65536, 2048, 16))
     return {
-        f"block {block}, {warps} warps": gpu_ms(lambda b=block, w=warps: stats_on_gpu(flat, b, w))
-        for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32))
+        f"chunk {c}, block {b}, {w} warps": gpu_ms(lambda c=c, b=b, w=w: stats_on_gpu(flat, c, b, w))
+        for c, b, w in ways
     }
 
 
@@ -554,7 +557,7 @@ def warm_in_parallel() -> dict:
         from gradproof.kernels import triton_loss
 
         RESULTS["hangs"] = hung
-        triton_loss.choose_launch = lambda *_: triton_loss.Launch(8192, 8, sliced=False)
+        triton_loss.choose_launch = lambda *_: triton_loss.Launch(1 << 20, 4096, 16, 64)
     return {"hung": hung, "said": [s for s in said if s]}
 
 
@@ -580,7 +583,7 @@ def gpu_tests(budget: float) -> dict:
         )  # fmt: skip
     except subprocess.TimeoutExpired as late:
         return {"timeout": True, "tail": (late.stdout or b"")[-1500:].decode()}
-    return {"rc": done.returncode, "tail": (done.stdout + done.stderr)[-3000:]}
+    return {"rc": done.returncode, "tail": (done.stdout + done.stderr)[-9000:]}
 
 
 # ---- CPU
@@ -650,7 +653,8 @@ def on_gpu(budget: float) -> None:
     for shape in LINEAR_SHAPES:
         if seconds_left(budget) > 30:
             section(f"linear_cross_entropy {'x'.join(map(str, shape))}", linear_table, *shape)
-    section("slabs 8192x4096x128256", linear_slabs, 8192, 4096, 128256)
+    for shape in LINEAR_SHAPES:
+        section(f"slabs {'x'.join(map(str, shape))}", linear_slabs, *shape)
     for dtype, n, v in CE_SHAPES:
         name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
         if seconds_left(budget) > 20:

@@ -153,7 +153,9 @@ def stats(request):
         return
     kernel = pytest.importorskip("gradproof.kernels.triton_stats")
     with np.errstate(all="ignore"):
-        yield lambda tensors: kernel.stats_on_gpu([t.reshape(-1).to(DEVICE) for t in tensors], block=64).cpu()
+        yield lambda tensors: kernel.stats_on_gpu(
+            [t.reshape(-1).to(DEVICE) for t in tensors], 256, 32, 1
+        ).cpu()
 
 
 def test_both_devices_agree_on_a_model_of_odd_tensors(stats):

@@ -102,43 +102,85 @@ def _by_slabs(
     dhidden: Tensor | None,
     dweight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each row of hidden (N, D); fills dhidden, and dweight, which is float32."""
-    n, v = len(hidden), len(weight)
+    """Loss and log-sum-exp of each row of hidden (N, D); fills dhidden and dweight."""
+    n = len(hidden)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    want_gradient = dhidden is not None or dweight is not None
-    rows = slab_rows(v, hidden.dtype, want_gradient)
-    logits = torch.empty(min(rows, n), v, dtype=wide, device=hidden.device)
-    dlogits = logits if hidden.dtype == wide else logits.new_empty(logits.shape, dtype=hidden.dtype)
     losses = torch.empty(n, dtype=wide, device=hidden.device)
     lses = torch.empty_like(losses)
-    for start in range(0, n, rows):
-        here = slice(start, min(start + rows, n))
-        h = hidden[here]
-        x, dx = logits[: len(h)], dlogits[: len(h)]
-        multiply(h, weight.mT, out=x)
-        losses[here], lses[here] = backend_of(x).losses_and_gradient(
-            x,
-            targets[here],
-            None if mask is None else mask[here],
-            class_weight,
-            options,
-            scale[here] if scale.dim() else scale,
-            dx if want_gradient else None,
-        )
-        # forward was x = h @ weight.T, so:
+    # an fp16 gradient divided by the number of positions would underflow: divide after the products
+    late = scale if hidden.dtype == torch.float16 and scale.dim() == 0 else None
+    scale = torch.ones_like(scale) if late is not None else scale
+    logits, dlogits, borrowed = _slabs(n, weight, dhidden, dweight)
+    total = dweight
+    if dweight is not None and (borrowed or n > len(dlogits) or late is not None):
+        total = torch.empty_like(dweight, dtype=wide)  # a sum over several slabs is kept in float32
+    for start in range(0, n, len(dlogits)):
+        stop = min(start + len(dlogits), n)
+        for first in range(start, stop, len(logits)):
+            here = slice(first, min(first + len(logits), stop))
+            x = logits[: here.stop - first]
+            multiply(hidden[here], weight.mT, out=x)
+            losses[here], lses[here] = backend_of(x).losses_and_gradient(
+                x,
+                targets[here],
+                None if mask is None else mask[here],
+                class_weight,
+                options,
+                scale[here] if scale.dim() else scale,
+                None if dhidden is dweight is None else dlogits[first - start : here.stop - start],
+            )
+        dx = dlogits[: stop - start]
+        # forward was x = hidden @ weight.T, so:
         if dhidden is not None:
-            torch.mm(dx, weight, out=dhidden[here])
-        if dweight is not None:
-            multiply(dx.mT, h, out=dweight, add=start > 0)
+            torch.mm(dx, weight, out=dhidden[start:stop])
+        if total is not None:
+            multiply(dx.mT, hidden[start:stop], out=total, add=start > 0)
+    if late is not None:
+        for gradient in (dhidden, total):
+            None if gradient is None else gradient.mul_(late)
+    if dweight is not None and total is not None and total is not dweight:
+        dweight.copy_(total)
     return losses, lses
 
 
-def slab_rows(v: int, dtype: torch.dtype, want_gradient: bool) -> int:
-    """How many rows of logits, and of their gradient where it needs its own place, fit into SLAB_BYTES."""
-    size = torch.finfo(dtype).bits // 8
-    bytes_of_row = v * (max(size, 4) + (size if want_gradient and size < 4 else 0))
-    rows = max(1, SLAB_BYTES // bytes_of_row)
-    return rows // 128 * 128 or rows  # whole tiles of a matrix product
+def _slabs(
+    n: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Memory for rows of logits and for rows of their gradient, and whether that is borrowed from dweight.
+
+    The more rows the gradient has, the less often dweight is read and written; before it is filled, its
+    memory is free for that. Rows are padded on a GPU, where products of rows that are not aligned are slow.
+    """
+    v, width = weight.shape
+    stride = -(-v // 64) * 64 if weight.is_cuda else v
+    room = 0 if dweight is None else v * width // stride
+    rows, gradient_rows, borrowed = slab_rows(stride, weight.dtype, dhidden is not dweight, room)
+    rows, gradient_rows = max(1, min(rows, n)), max(1, min(gradient_rows, n))
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    logits = torch.empty(rows, stride, dtype=wide, device=weight.device)[:, :v]
+    if weight.dtype == wide or dhidden is dweight is None:
+        return logits, logits, False
+    if borrowed and dweight is not None:
+        place = dweight.view(-1)[: gradient_rows * stride].view(gradient_rows, stride)
+    else:
+        place = torch.empty(gradient_rows, stride, dtype=weight.dtype, device=weight.device)
+    return logits, place[:, :v], borrowed
+
+
+def slab_rows(stride: int, dtype: torch.dtype, want_gradient: bool, room: int) -> tuple[int, int, bool]:
+    """Rows of logits and of their gradient that fit into SLAB_BYTES, or into dweight if it has more room."""
+    size = max(4, torch.finfo(dtype).bits // 8)
+    most = _whole_tiles(SLAB_BYTES // (size * stride))
+    if dtype.itemsize == size or not want_gradient:
+        return most, most, False
+    few = min(512, _whole_tiles(most // 2))
+    own = _whole_tiles((SLAB_BYTES - few * size * stride) // (dtype.itemsize * stride))
+    return (most, _whole_tiles(room), True) if room > own else (few, own, False)
+
+
+def _whole_tiles(rows: int) -> int:
+    """At least one row, and a multiple of what a matrix product takes at a time."""
+    return max(1, rows // 128 * 128 or rows)
 
 
 def multiply(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
@@ -192,15 +234,12 @@ def _losses_and_gradients(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_by_slabs` for hidden (..., D), with the gradients in the dtypes of what they are gradients of."""
+    """As `_by_slabs` for hidden (..., D), with new memory for the gradients that are wanted."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    dhidden = flat.new_empty(flat.shape if want_dhidden else (0,))
-    sum_dweight = weight.new_empty(weight.shape if want_dweight else (0,), dtype=wide)
-    if not len(flat):
-        sum_dweight.zero_()
-    # an fp16 gradient divided by the number of positions would underflow: divide after the products
-    late = scale if hidden.dtype == torch.float16 and scale.dim() == 0 else None
+    dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format) if want_dhidden else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_dweight else None
+    if dweight is not None and not len(flat):
+        dweight.zero_()
     losses, lse = _by_slabs(
         flat,
         weight,
@@ -208,16 +247,17 @@ def _losses_and_gradients(
         None if mask is None else mask.reshape(-1),
         class_weight,
         options,
-        torch.ones_like(scale) if late is not None else scale.reshape(-1) if scale.dim() else scale,
-        dhidden if want_dhidden else None,
-        sum_dweight if want_dweight else None,
+        scale.reshape(-1) if scale.dim() else scale,
+        dhidden,
+        dweight,
     )
-    if late is not None:
-        dhidden.mul_(late)
-        sum_dweight.mul_(late)
-    dhidden = dhidden.view(hidden.shape) if want_dhidden else dhidden
-    shape = targets.shape
-    return losses.view(shape), lse.view(shape), dhidden, sum_dweight.to(weight.dtype)
+    nothing = hidden.new_empty(0)
+    return (
+        losses.view(targets.shape),
+        lse.view(targets.shape),
+        nothing if dhidden is None else dhidden.view(hidden.shape),
+        nothing.clone() if dweight is None else dweight,
+    )
 
 
 @_linear_cross_entropy.register_fake

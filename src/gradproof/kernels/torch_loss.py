@@ -41,7 +41,7 @@ def losses_and_gradient(
     start = 0
     for x, out in _row_blocks(logits, logits if gradient is None else gradient, step):
         here = slice(start, start := start + len(x))
-        in_place = gradient is not None and out.dtype == working and out.is_contiguous()
+        in_place = gradient is not None and out.dtype == working and out.stride(-1) == 1
         e = (x if gradient is logits else out.copy_(x)) if in_place else x.to(working, copy=True)
         if options.softcap:
             bent = e.div_(options.softcap).tanh_()

@@ -1,10 +1,14 @@
 """Cross-entropy on a GPU: each logit is read once from memory, each entry of the gradient written once.
 
-A row is cut into slices, one CTA each. A CTA reduces its slice to (log-scale, sum of exponentials), posts
-that, waits for the other slices of its row, and turns its slice, still in registers, into the gradient.
-Slices are handed out by a ticket, so every CTA that waits, waits for CTAs that run or are next to run. Rows
-too long for that, and the interpreter, which runs one CTA after another, take `_row_by_row` instead: one CTA
-reads its row twice, the second time backwards, from the cache.
+A row is cut into slices, one CTA each. A CTA looks at its slice three times: for the largest logit, for the
+sum of exponentials, and to write the gradient; all but the first look find the slice in the cache. Before the
+third it posts (largest, sum) and waits for the other slices of its row. Slices are handed out by a ticket, so
+every CTA that waits, waits for CTAs that run or are next to run. Rows too long for that, and the interpreter,
+which runs one CTA after another, have one slice.
+
+The target is left out of the largest and of the sum. The sum is then right to 1e-6 however far the target is
+ahead, with an exponential of three instructions: what that loses grows with the distance from the largest,
+where terms are small.
 """
 
 from __future__ import annotations
@@ -19,43 +23,43 @@ from torch import Tensor
 from gradproof.kernels.loss_options import LossOptions
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 16 digits: its product with an integer up to 256 is exact
 LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 to an integer, in its low bits
+NOTHING = tl.constexpr(-1e300)  # the largest of no logits
 
 
 @triton.jit
-def _exp_scaled(u, n):
-    """exp(u) * 2**-n of float32, right to 3e-7 for any u up to n ln 2; exp2 of u * log2(e) loses |u| ulps."""
-    biased = tl.maximum(u * LOG2E + (MAGIC - n), MAGIC - 126.0)
-    k = (biased - MAGIC) + n
+def _exp(u):
+    """exp of a float32 u <= 1 to 2e-7; exp2(u * log2(e)) would lose |u| ulps."""
+    biased = tl.maximum(u * LOG2E + MAGIC, MAGIC - 126.0)
+    k = biased - MAGIC
     r = (u - k * LN2_HIGH) - k * LN2_LOW
     power = ((biased.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
     return tl.exp2(r * LOG2E) * power
 
 
 @triton.jit
-def _accurate_sum(x, BLOCK: tl.constexpr):
-    """The sum in float64 of sums of four, a quarter of the block apart, which one thread holds."""
-    return tl.sum(tl.sum(tl.reshape(x, (4, BLOCK // 4)), 0).to(tl.float64), 0)
+def _exp_difference(a, b, WIDE: tl.constexpr):
+    """exp(a - b) for a <= b, without the rounding of a - b."""
+    difference = a.to(tl.float64) - b.to(tl.float64)
+    if WIDE:
+        return tl.exp(difference)
+    else:
+        difference = tl.where(difference < -1000.0, -1000.0, difference)
+        high = difference.to(tl.float32)
+        return _exp(high) * (1.0 + (difference - high.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit
-def _exponentials(x, floor, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """(exp(x - scale), scale, sum of them) with a scale near the largest of x and floor, both in float64."""
-    m = tl.maximum(tl.max(x, 0), floor)
-    empty = m == float("-inf")
-    m = tl.where(empty, 0.0, m)
+def _exp_below(x, largest, WIDE: tl.constexpr, QUICK: tl.constexpr):
+    """exp(x - largest) of a block."""
     if WIDE:
-        e = tl.exp(x - m)
-        return e, tl.where(empty, -1e300, m), tl.sum(e, 0)
+        return tl.exp(x - largest)
+    elif QUICK:
+        return tl.exp2((x - largest) * LOG2E)
     else:
-        shift = tl.where(tl.abs(m) > 256.0, m, 0.0)  # then x - m is exact wherever exp is not 0
-        n = tl.floor((m - shift) * LOG2E + 0.5)
-        e = _exp_scaled(x - shift, n)
-        scale = tl.where(empty, -1e300, shift.to(tl.float64) + n.to(tl.float64) * LN2)
-        return e, scale, _accurate_sum(e, BLOCK)
+        return _exp(x - largest)
 
 
 @triton.jit
@@ -69,7 +73,9 @@ def _tanh(z):
 
 
 @triton.jit
-def _soften(x, softcap, SOFTCAP: tl.constexpr):
+def _soften(x, softcap, WIDE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """The logits as the loss sees them, in the precision it computes in."""
+    x = x.to(tl.float64 if WIDE else tl.float32)
     if SOFTCAP:
         return softcap * _tanh(x / softcap)
     else:
@@ -84,142 +90,177 @@ def _log1p(z):
 
 
 @triton.jit
-def _finish_row(
-    row, write, y, x_y, scale, others, spread, losses, lses, weights, w_sum, v, smoothing, z_loss, scales,
-    PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """Loss and log-sum-exp of a row, from the sum over all but the target at a log-scale, all in float64.
-
-    Returns what its gradient is made of: dx = factor * e - soft * w, and the target's own dx.
-    """
-    x_y = x_y.to(tl.float64)
-    e_y = tl.exp(x_y - scale)
-    d = others + e_y
-    log_d = tl.log(d)
-    lse = scale + log_d
-    # lse - x_y = log(1 + others / e_y): the difference itself cancels for a confident target
-    confident = e_y >= others
-    nll = tl.where(confident, _log1p(others / tl.where(confident, e_y, 1.0)), log_d + (scale - x_y))
-    known = (y >= 0) & (y < v)
-    w_y = tl.load(weights + y, mask=known, other=float("nan")).to(tl.float64) if HAS_WEIGHT else 1.0
-    hard = (1.0 - smoothing) * w_y
-    soft = smoothing / v
-    loss = hard * nll + z_loss * lse * lse
-    w_total = tl.load(w_sum) if SMOOTH and HAS_WEIGHT else tl.full((), v, tl.float64)
-    if SMOOTH:
-        loss += soft * (w_total * lse - spread)
-    if write:
-        tl.store(losses + row, loss)
-        tl.store(lses + row, lse)
-    times = tl.load(scales + (row if PER_ROW else 0)).to(tl.float64)
-    pull = soft * w_total + 2.0 * z_loss * lse
-    factor = (hard + pull) * times / d
-    target = ((pull * e_y - hard * others) / d - soft * w_y) * times
-    return factor, soft * times, target
+def _other_logits(
+    x_row, begin, lead, at_y, v, softcap, BLOCK: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """The logits of a block of a row, with -inf for the target and for what is not of the row."""
+    offsets = begin + tl.arange(0, BLOCK)
+    if (begin >= lead) & (begin + BLOCK <= lead + v):  # without a mask, loads are 16 bytes wide
+        x = _soften(tl.load(x_row + offsets), softcap, WIDE, SOFTCAP)
+    else:
+        inside = (offsets >= lead) & (offsets < lead + v)
+        x = _soften(tl.load(x_row + offsets, mask=inside, other=0.0), softcap, WIDE, SOFTCAP)
+        x = tl.where(inside, x, float("-inf"))
+    if (at_y >= begin) & (at_y < begin + BLOCK):
+        x = tl.where(offsets == at_y, float("-inf"), x)
+    return x
 
 
 @triton.jit
-def _gradient(x, e, offsets, y, factor, soft, target, weights, softcap, v,
-              SMOOTH: tl.constexpr, HAS_WEIGHT: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """The gradient of a slice from its exponentials e; x are its (softened) logits."""
-    dx = e * factor.to(e.dtype)
+def _finish_row(
+    row, write, y, x_y, largest, total, spread, losses, lses, weights, w_sum, scales, v, smoothing, z_loss,
+    WIDE: tl.constexpr, PER_ROW: tl.constexpr, SMOOTH: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    Z: tl.constexpr,
+):  # fmt: skip
+    """Loss and log-sum-exp of a row, from the largest and the sum of exponentials of all but the target.
+
+    Returns what its gradient is made of: dx = factor * exp(x - largest) - soft * w, and the target's own dx.
+    """
+    kind = tl.float64 if WIDE else tl.float32
+    top = tl.maximum(x_y.to(tl.float64), largest)
+    ahead = _exp_difference(largest, top, WIDE)
+    e_y = _exp_difference(x_y, top, WIDE)
+    others = total * ahead
+    d = (others + e_y).to(kind)
+    known = (y >= 0) & (y < v)
+    w_y = tl.load(weights + y, mask=known, other=float("nan")).to(tl.float64) if HAS_WEIGHT else 1.0
+    w_total = tl.load(w_sum) if SMOOTH and HAS_WEIGHT else tl.full((), v, tl.float64)
+    hard = (1.0 - smoothing) * w_y
+    soft = smoothing / v
+    pull = tl.zeros((), tl.float64)
     if SMOOTH:
-        w = tl.load(weights + offsets, mask=offsets < v, other=0.0).to(e.dtype) if HAS_WEIGHT else 1.0
-        dx -= soft.to(e.dtype) * w
-    dx = tl.where(offsets == y, target.to(e.dtype), dx)
+        pull += soft * w_total
+    if Z:
+        pull += 2.0 * z_loss * (top + tl.log(others + e_y))
+    if write:
+        log_d = tl.log(others + e_y)
+        lse = top + log_d
+        # lse - x_y = log(1 + others / e_y): the difference itself cancels for a confident target
+        confident = e_y >= others
+        nll = tl.where(confident, _log1p(others / tl.where(confident, e_y, 1.0)), log_d + (top - x_y))
+        loss = hard * nll + z_loss * lse * lse
+        if SMOOTH:
+            loss += soft * (w_total * lse - (spread + w_y * x_y))
+        tl.store(losses + row, loss)
+        tl.store(lses + row, lse)
+    times = tl.load(scales + (row if PER_ROW else 0)).to(tl.float64)
+    factor = ((hard + pull) * times * ahead).to(kind) / d
+    target = ((pull * e_y - hard * others) * times).to(kind) / d - (soft * w_y * times).to(kind)
+    return factor, (soft * times).to(kind), target
+
+
+@triton.jit
+def _zero_row(out, low, high, BLOCK: tl.constexpr):
+    for begin in range(low, high, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        tl.store(out + offsets, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offsets < high)
+
+
+@triton.jit
+def _gradient(
+    x, times, less, largest, classes, weights, softcap, v,
+    WIDE: tl.constexpr, QUICK: tl.constexpr, SMOOTH: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the logits x of a block, none of them the target."""
+    dx = _exp_below(x, largest, WIDE, QUICK) * times
+    if SMOOTH:
+        if HAS_WEIGHT:
+            known = (classes >= 0) & (classes < v)
+            dx -= less * tl.load(weights + classes, mask=known, other=0.0).to(dx.dtype)
+        else:
+            dx -= less
     if SOFTCAP:
         bent = x / softcap
         dx *= 1 - bent * bent
     return dx
 
 
-@triton.jit
-def _spread(x, offsets, inside, weights, v, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of w * x over a slice."""
-    x = tl.where(inside, x, 0.0)
-    if HAS_WEIGHT:
-        x *= tl.load(weights + offsets, mask=inside, other=0.0).to(x.dtype)
-    return _accurate_sum(x, BLOCK)
-
-
-@triton.jit
-def _target_of_row(targets, masks, row, ignore_index, HAS_MASK: tl.constexpr):
-    """The target of a row and whether it counts."""
-    y = tl.load(targets + row).to(tl.int64)
-    valid = y != ignore_index
-    if HAS_MASK:
-        valid = valid & (tl.load(masks + row) != 0)
-    return y, valid
-
-
-@triton.jit
-def _target_logit(logits, start, y, v, softcap, WIDE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """The target's logit, NaN for a target that is no class."""
-    inside = (y >= 0) & (y < v)
-    x_y = tl.load(logits + start + y, mask=inside, other=float("nan"))
-    return _soften(x_y.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-
-
-@triton.jit
-def _zero_row(out, lo, hi, BLOCK: tl.constexpr):
-    for start in range(lo, hi, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        tl.store(out + offsets, tl.zeros((BLOCK,), out.dtype.element_ty), mask=offsets < hi)
-
-
-@triton.jit(do_not_specialize=["slices"])
-def _by_slices(
+@triton.jit(do_not_specialize=["slices", "per_slice"])
+def _cross_entropy(
     logits, gradient, targets, masks, weights, w_sum, scales, losses, lses, posts, counters,
     v, per_outer, x_outer, x_inner, g_outer, g_inner, ignore_index, smoothing, z_loss, softcap,
-    slices, MANY: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RELOAD: tl.constexpr,
-    TICKET: tl.constexpr, WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, PER_ROW: tl.constexpr,
-    WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr, POSTS: tl.constexpr,
+    slices, per_slice, BLOCK: tl.constexpr, MANY: tl.constexpr, POSTS: tl.constexpr, SHIFT: tl.constexpr,
+    WIDE: tl.constexpr,
+    QUICK_SUM: tl.constexpr, QUICK: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    PER_ROW: tl.constexpr, WANT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a slice of a row; slices * BLOCK cover it.
+    """One CTA a slice of per_slice blocks.
 
-    With SHIFT, slices are counted from the last multiple of 8 entries before the row, so that loads and stores
-    of a row that starts anywhere are 16 bytes wide; loads reach into the neighbouring rows, stores do not.
+    With SHIFT, blocks are counted from the last multiple of 8 entries before the row, so that the loads and
+    stores of a row that starts anywhere are 16 bytes wide, but for the entries at its edges.
     """
-    ticket = tl.atomic_add(counters, 1, sem="relaxed") if TICKET else tl.program_id(0)
+    kind = tl.float64 if WIDE else tl.float32
+    ticket = tl.atomic_add(counters, 1, sem="relaxed") if MANY else tl.program_id(0)
     row = ticket // slices
     part = ticket % slices
     start = (row // per_outer).to(tl.int64) * x_outer + (row % per_outer).to(tl.int64) * x_inner
     out = gradient + (row // per_outer).to(tl.int64) * g_outer + (row % per_outer).to(tl.int64) * g_inner
-    y, valid = _target_of_row(targets, masks, row, ignore_index, HAS_MASK)
+    y = tl.load(targets + row).to(tl.int64)
+    valid = y != ignore_index
+    if HAS_MASK:
+        valid = valid & (tl.load(masks + row) != 0)
+    low = part * per_slice * BLOCK
     if not valid:
         if WANT:
-            _zero_row(out, part * BLOCK, tl.minimum(part * BLOCK + BLOCK, v), BLOCK)
+            _zero_row(out, low, tl.minimum(low + per_slice * BLOCK, v), BLOCK)
         if part == 0:
             tl.store(losses + row, 0.0)
             tl.store(lses + row, 0.0)
         return
-    offsets = part * BLOCK + tl.arange(0, BLOCK)
+    x_y = tl.load(logits + start + y, mask=(y >= 0) & (y < v), other=float("nan"))  # NaN: not a class
+    x_y = _soften(x_y, softcap, WIDE, SOFTCAP)
+    lead = 0
+    x_row = logits + start
+    out_row = out
     if SHIFT:
         lead = (start % 8).to(tl.int32)
         x_row = logits + tl.multiple_of(start - lead, 8)
         out_row = gradient + tl.multiple_of(start - lead, 8)
-        loaded = offsets < tl.multiple_of((lead + v + 7) // 8 * 8, 8)
-        stored = (offsets >= tl.multiple_of((lead + 7) // 8 * 8, 8)) & (
-            offsets < tl.multiple_of((lead + v) // 8 * 8, 8)
-        )
-        classes = offsets - lead
-        inside = (classes >= 0) & (classes < v)
-    else:
-        x_row = logits + start
-        out_row = out
-        classes = offsets
-        inside = offsets < v
-        loaded = inside
-        stored = inside
-    raw = tl.load(x_row + offsets, mask=loaded, other=float("-inf"))
-    x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-    x_y = _target_logit(logits, start, y, v, softcap, WIDE, SOFTCAP)
-    e, scale, total = _exponentials(tl.where(inside & (classes != y), x, float("-inf")), x_y, WIDE, BLOCK)
-    spread = _spread(x, classes, inside, weights, v, HAS_WEIGHT, BLOCK) if SMOOTH else 0.0
+    high = tl.minimum(low + per_slice * BLOCK, (lead + v + BLOCK - 1) // BLOCK * BLOCK)
+    at_y = (y + lead).to(tl.int32)
+
+    most = tl.full((BLOCK,), float("-inf"), kind)
+    for begin in range(low, high, 4 * BLOCK):
+        begin = tl.multiple_of(begin, BLOCK)
+        plain = (begin >= lead) & (begin + 4 * BLOCK <= tl.minimum(lead + v, high))
+        if plain & ((at_y < begin) | (at_y >= begin + 4 * BLOCK)):  # four loads under way at a time
+            at = x_row + begin + tl.arange(0, BLOCK)
+            a, b = tl.load(at), tl.load(at + BLOCK)
+            c, d = tl.load(at + 2 * BLOCK), tl.load(at + 3 * BLOCK)
+            x = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+            most = tl.maximum(most, _soften(x, softcap, WIDE, SOFTCAP))
+        else:
+            for each in range(begin, tl.minimum(begin + 4 * BLOCK, high), BLOCK):
+                x = _other_logits(x_row, each, lead, at_y, v, softcap, BLOCK, WIDE, SOFTCAP)
+                most = tl.maximum(most, x)
+    found = tl.max(most, 0)
+    mine = tl.where(found == float("-inf"), NOTHING, found.to(tl.float64))
+    largest = tl.where(found == float("-inf"), 0.0, found)
+
+    sums = tl.zeros((BLOCK,), kind)
+    lost = tl.zeros((BLOCK,), kind)
+    spread = tl.zeros((), tl.float64)
+    for begin in range(low, high, BLOCK):
+        begin = tl.multiple_of(begin, BLOCK)
+        x = _other_logits(x_row, begin, lead, at_y, v, softcap, BLOCK, WIDE, SOFTCAP)
+        # compensated: what was lost of the sum so far is taken off the next term
+        more = _exp_below(x, largest, WIDE, QUICK_SUM) - lost
+        together = sums + more
+        lost = (together - sums) - more
+        sums = together
+        if SMOOTH:
+            classes = begin - lead + tl.arange(0, BLOCK)
+            counted = (classes >= 0) & (classes < v) & (classes != y)
+            w = tl.load(weights + classes, mask=counted, other=0.0).to(tl.float64) if HAS_WEIGHT else 1.0
+            spread += tl.sum(tl.where(counted, x.to(tl.float64) * w, 0.0), 0)
+    total = tl.sum(sums.to(tl.float64) - lost.to(tl.float64), 0)
+
+    row_largest = mine
     if MANY:
         # post mine, wait for all of the row, add them up in the order of the slices
         post = posts + (row.to(tl.int64) * slices + part) * 3
-        tl.store(post, scale)
+        tl.store(post, mine)
         tl.store(post + 1, total)
         tl.store(post + 2, spread)
         tl.debug_barrier()
@@ -228,97 +269,54 @@ def _by_slices(
             pass
         tl.debug_barrier()
         each = tl.arange(0, POSTS)
-        here = each < slices
         post = posts + (row.to(tl.int64) * slices + each) * 3
-        all_scales = tl.load(post, mask=here, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(post + 1, mask=here, other=0.0, cache_modifier=".cg")
-        row_scale = tl.max(all_scales, 0)
-        total = tl.sum(sums * tl.exp(all_scales - row_scale), 0)
+        theirs = tl.load(post, mask=each < slices, other=NOTHING, cache_modifier=".cg")
+        totals = tl.load(post + 1, mask=each < slices, other=0.0, cache_modifier=".cg")
+        row_largest = tl.max(theirs, 0)
+        total = tl.sum(totals * _exp_difference(theirs, row_largest, WIDE), 0)
         if SMOOTH:
-            spread = tl.sum(tl.load(post + 2, mask=here, other=0.0, cache_modifier=".cg"), 0)
-    else:
-        row_scale = scale
-    factor, soft, target = _finish_row(
-        row, part == 0, y, x_y, row_scale, total, spread, losses, lses, weights, w_sum, v, smoothing, z_loss,
-        scales, PER_ROW, SMOOTH, HAS_WEIGHT,
+            spread = tl.sum(tl.load(post + 2, mask=each < slices, other=0.0, cache_modifier=".cg"), 0)
+    row_largest = tl.where(row_largest == NOTHING, x_y.to(tl.float64), row_largest)
+    factor, less, target = _finish_row(
+        row, part == 0, y, x_y, row_largest, total, spread, losses, lses, weights, w_sum, scales, v,
+        smoothing, z_loss, WIDE, PER_ROW, SMOOTH, HAS_WEIGHT, Z,
     )  # fmt: skip
     if WANT:
-        if SHIFT and part == 0:  # the entries before the first and after the last multiple of 8
+        if SOFTCAP:
+            bent = x_y / softcap
+            target *= 1 - bent * bent
+        first = (lead + 7) // 8 * 8  # the entries before it, and from end on, are the row's edges
+        end = (lead + v) // 8 * 8
+        if SHIFT and part == 0:
             count = tl.arange(0, 16)
-            end = (lead + v) // 8 * 8
             edge = tl.where(count < 8, count, tl.maximum(end, 8) + count - 8)
-            outer = (edge < (lead + 7) // 8 * 8) | (edge >= end)
-            outer = outer & (edge >= lead) & (edge < lead + v)
-            at_edge = tl.load(x_row + edge, mask=outer, other=0.0)
-            at_edge = _soften(at_edge.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-            e_edge = tl.exp(at_edge.to(tl.float64) - row_scale)
+            outer = ((edge < first) | (edge >= end)) & (edge >= lead) & (edge < lead + v)
+            x_edge = _soften(tl.load(x_row + edge, mask=outer, other=0.0), softcap, WIDE, SOFTCAP)
+            x_edge = tl.where(edge == at_y, float("-inf"), x_edge)
             dx_edge = _gradient(
-                at_edge, e_edge, edge - lead, y, factor, soft, target, weights, softcap, v,
-                SMOOTH, HAS_WEIGHT, SOFTCAP,
+                x_edge, factor, less, row_largest.to(kind), edge - lead, weights, softcap, v,
+                WIDE, False, SMOOTH, HAS_WEIGHT, SOFTCAP,
             )  # fmt: skip
-            dx_edge = dx_edge.to(tl.float64 if WIDE else tl.float32)
+            dx_edge = tl.where(edge == at_y, target, dx_edge)
             tl.store(out_row + edge, dx_edge.to(out.dtype.element_ty), mask=outer)
-        factor *= tl.exp(scale - row_scale)
-        if RELOAD:  # from the first-level cache, so that no registers are held while waiting
-            raw = tl.load(x_row + offsets, mask=loaded, other=float("-inf"))
-            x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-            e, _, _ = _exponentials(tl.where(inside & (classes != y), x, float("-inf")), x_y, WIDE, BLOCK)
-        dx = _gradient(
-            x, e, classes, y, factor, soft, target, weights, softcap, v, SMOOTH, HAS_WEIGHT, SOFTCAP
-        )
-        tl.store(out_row + offsets, dx.to(out.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _row_by_row(
-    logits, gradient, targets, masks, weights, w_sum, scales, losses, lses,
-    v, per_outer, x_outer, x_inner, g_outer, g_inner, ignore_index, smoothing, z_loss, softcap,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    PER_ROW: tl.constexpr, WANT: tl.constexpr, SMOOTH: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """One CTA a row; the second pass runs backwards, to meet what the first left in the cache."""
-    row = tl.program_id(0)
-    start = (row // per_outer).to(tl.int64) * x_outer + (row % per_outer).to(tl.int64) * x_inner
-    out = gradient + (row // per_outer).to(tl.int64) * g_outer + (row % per_outer).to(tl.int64) * g_inner
-    y, valid = _target_of_row(targets, masks, row, ignore_index, HAS_MASK)
-    if not valid:
-        if WANT:
-            _zero_row(out, 0, v, BLOCK)
-        tl.store(losses + row, 0.0)
-        tl.store(lses + row, 0.0)
-        return
-    x_y = _target_logit(logits, start, y, v, softcap, WIDE, SOFTCAP)
-    row_scale = tl.where(x_y == float("-inf"), -1e300, x_y.to(tl.float64))
-    total = tl.zeros((), tl.float64)
-    spread = tl.zeros((), tl.float64)
-    blocks = tl.cdiv(v, BLOCK)
-    for block in range(0, blocks):
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < v
-        raw = tl.load(logits + start + offsets, mask=inside, other=float("-inf"))
-        x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-        e, scale, part = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
-        larger = tl.maximum(row_scale, scale)
-        total = total * tl.exp(row_scale - larger) + part * tl.exp(scale - larger)
-        row_scale = larger
-        if SMOOTH:
-            spread += _spread(x, offsets, inside, weights, v, HAS_WEIGHT, BLOCK)
-    factor, soft, target = _finish_row(
-        row, True, y, x_y, row_scale, total, spread, losses, lses, weights, w_sum, v, smoothing, z_loss,
-        scales, PER_ROW, SMOOTH, HAS_WEIGHT,
-    )  # fmt: skip
-    if WANT:
-        for backwards in range(0, blocks):
-            offsets = (blocks - 1 - backwards) * BLOCK + tl.arange(0, BLOCK)
-            inside = offsets < v
-            raw = tl.load(logits + start + offsets, mask=inside, other=float("-inf"))
-            x = _soften(raw.to(tl.float64 if WIDE else tl.float32), softcap, SOFTCAP)
-            e, scale, _ = _exponentials(tl.where(inside & (offsets != y), x, float("-inf")), x_y, WIDE, BLOCK)
-            here = factor * tl.exp(scale - row_scale)
+        times = factor * _exp_difference(mine, row_largest, WIDE)
+        for back in range(low, high, BLOCK):  # backwards, to meet what is still cached
+            begin = tl.multiple_of(high - BLOCK - (back - low), BLOCK)
+            offsets = begin + tl.arange(0, BLOCK)
+            x = _other_logits(x_row, begin, lead, at_y, v, softcap, BLOCK, WIDE, SOFTCAP)
             dx = _gradient(
-                x, e, offsets, y, here, soft, target, weights, softcap, v, SMOOTH, HAS_WEIGHT, SOFTCAP
-            )
-            tl.store(out + offsets, dx.to(out.dtype.element_ty), mask=inside)
+                x, times, less, largest, offsets - lead, weights, softcap, v,
+                WIDE, QUICK, SMOOTH, HAS_WEIGHT, SOFTCAP,
+            )  # fmt: skip
+            if (at_y >= begin) & (at_y < begin + BLOCK):
+                dx = tl.where(offsets == at_y, target, dx)
+            dx = dx.to(out.dtype.element_ty)
+            if (begin >= lead) & (begin + BLOCK <= lead + v):
+                tl.store(out_row + offsets, dx)
+            elif SHIFT:
+                tl.store(out_row + offsets, dx, mask=(offsets >= first) & (offsets < end))
+            else:
+                tl.store(out_row + offsets, dx, mask=offsets < v)
 
 
 @triton.jit
@@ -370,26 +368,25 @@ def _scale_entries(gradient, scales, size, v, PER_ROW: tl.constexpr, BLOCK: tl.c
 
 @dataclass(frozen=True)
 class Launch:
-    """How a row is worked on: by slices of `block`, or, with `sliced` False, by one CTA."""
+    """How a row is worked on: slices of `slice` entries, each by blocks of `block`."""
 
+    slice: int
     block: int
     warps: int
-    sliced: bool = True
-    reload: bool = False
-    ticket: bool = True
-    shift: bool = True  # align rows that start anywhere
-    registers: int | None = 128  # at most, of a thread: more CTAs at a time hide each other's waiting
+    registers: int | None = None  # at most, of a thread
 
 
-INTERPRETED = not isinstance(_by_slices, triton.runtime.JITFunction)
+INTERPRETED = not isinstance(_cross_entropy, triton.runtime.JITFunction)
 
 
 def choose_launch(v: int, dtype: torch.dtype, processors: int) -> Launch:
     """The fastest way measured on an H200 by benchmarks/kernels.py."""
-    block = min(max(64, triton.next_power_of_2(v + 7)), 8192)
-    warps = max(1, min(8, block // 512))
-    sliced = v + 7 <= block or (not INTERPRETED and triton.cdiv(v + 7, block) <= processors)
-    return Launch(block, warps, sliced)
+    block = min(max(64, triton.next_power_of_2(v + 7)), 2048)
+    warps = max(1, min(8, block // 256))
+    whole = triton.cdiv(v + 7, block) * block
+    if INTERPRETED or triton.cdiv(whole, 16384) > processors:
+        return Launch(whole, block, warps)
+    return Launch(min(whole, 16384), block, warps)
 
 
 def losses_and_gradient(
@@ -432,23 +429,21 @@ def losses_and_gradient(
         "PER_ROW": scale.dim() > 0,
         "WANT": gradient is not None,
         "SMOOTH": smooth,
+        "Z": options.z_loss != 0,
         "SOFTCAP": options.softcap != 0,
         "BLOCK": launch.block,
         "num_warps": launch.warps,
     }
     if launch.registers and not INTERPRETED:
         flags["maxnreg"] = launch.registers
-    if not launch.sliced:
-        _row_by_row[(rows,)](*arguments, *numbers, **flags)
-        return losses, lses
-    anywhere = v % 8 != 0 or any(stride % 8 for stride in _row_strides(x))
-    shift = launch.shift and anywhere and _are_alike(x, out)
-    slices = triton.cdiv(v + 7 if shift else v, launch.block)
+    shift = any(stride % 8 for stride in _row_strides(x)) and _are_alike(x, out)
+    slices = triton.cdiv(v + 7 if shift else v, launch.slice)
     posts = torch.empty(rows * slices * 3 if slices > 1 else 0, dtype=torch.float64, device=x.device)
     counters = torch.zeros(1 + rows if slices > 1 else 1, dtype=torch.int32, device=x.device)
-    flags |= {"MANY": slices > 1, "SHIFT": shift, "POSTS": max(64, triton.next_power_of_2(slices))}
-    flags |= {"RELOAD": launch.reload, "TICKET": launch.ticket and slices > 1}
-    _by_slices[(rows * slices,)](*arguments, posts, counters, *numbers, slices, **flags)
+    flags |= {"MANY": slices > 1, "POSTS": max(16, triton.next_power_of_2(slices)), "SHIFT": shift}
+    flags |= {"QUICK_SUM": x.element_size() == 2, "QUICK": True}
+    blocks = launch.slice // launch.block
+    _cross_entropy[(rows * slices,)](*arguments, posts, counters, *numbers, slices, blocks, **flags)
     return losses, lses
 
 
