@@ -10,6 +10,11 @@ __version__ = "0.1.0"
 # name -> the module that defines it, imported on first use: `import gradproof` must not import torch
 _HOME = {
     "watch": "gradproof.probes.watch",
+    "check_gradient": "gradproof.check.gradient",
+    "check_module": "gradproof.check.module",
+    "check_backward": "gradproof.check.backward",
+    "compare": "gradproof.check.implementation",
+    "GradientMismatch": "gradproof.check.gradient",
 }
 
 __all__ = ["__version__", *_HOME]
