@@ -84,10 +84,13 @@ def find_culprit(claim: Claim, which: int) -> Culprit | None:
 
 
 def _affordable_lines(claim: Claim, which: int) -> int:
-    start = time.perf_counter()
     line = claim.line(which, torch.zeros_like(claim.point[which]))
-    line.excess(1e-3)
-    return max(int(SECONDS / (2 * (time.perf_counter() - start))), 16 * claim.point[which].dim())
+    seconds = []
+    for _ in range(3):  # the first one warms up
+        start = time.perf_counter()
+        line.excess(1e-3)
+        seconds.append(time.perf_counter() - start)
+    return max(int(SECONDS / (2 * min(seconds))), 16 * claim.point[which].dim())
 
 
 def _with_finite_gradients(claim: Claim) -> Claim:
@@ -100,7 +103,8 @@ def _culprit(
 ) -> Culprit | None:
     gradient, x = given.double(), claim.point[which]
     scale = scale_of(x)
-    slopes = [measure_entry(claim, which, tuple(place), scale) for place in places.tolist()]
+    typical = float(claim.gradients[which].double().square().mean().sqrt())
+    slopes = [_measure_entry(claim, which, tuple(place), scale, scale * typical) for place in places.tolist()]
     truth = torch.tensor([(s.claimed + s.excess) / scale for s in slopes], dtype=torch.float64)
     allowed = torch.tensor([s.allowed / scale for s in slopes], dtype=torch.float64)
     claims = gradient.cpu()[tuple(places.T)] if x.dim() else gradient.cpu().reshape(1)
@@ -159,12 +163,10 @@ def _unit(claim: Claim) -> float:
     return float(weights[0]) if len(weights) == 1 and weights[0].numel() == 1 else 1.0
 
 
-def measure_entry(claim: Claim, which: int, place: tuple[int, ...], scale: float) -> Slope:
-    """The slope along one entry."""
+def _measure_entry(claim: Claim, which: int, place: tuple[int, ...], scale: float, floor: float) -> Slope:
     direction = torch.zeros_like(claim.point[which])
     direction[place] = scale
-    typical = float(claim.gradients[which].double().square().mean().sqrt())
-    return measure_once(claim.line(which, direction), floor=typical * scale)
+    return measure_once(claim.line(which, direction), floor)
 
 
 def _ignores_incoming(claim: Claim, which: int) -> str | None:

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradproof.check.behaviour import find_float64_twin, with_checked_behaviour
 from gradproof.check.culprit import Claim, Culprit, find_culprit, find_culprit_along_lines, scale_of
 from gradproof.check.slope import Slope, find_kink, measure
-from gradproof.check.subject import (
-    Subject,
-    find_float64_twin,
-    subject_of_function,
-    with_checked_behaviour,
-)
+from gradproof.check.subject import Subject, subject_of_function
 from gradproof.errors import UserError
 from gradproof.numerics.difference import Difference, difference
 
@@ -74,11 +70,8 @@ class GradientCheck:
 class GradientMismatch(AssertionError):
     """A backward that is not the derivative of its forward: where, both numbers, how many, which pattern."""
 
-    def __init__(self, name: str, culprit: Culprit, notes: Sequence[str] = (), next_step: str = ""):
-        self.name, self.culprit, self.notes = name, culprit, tuple(notes)
-        self.next_step = (
-            next_step or f"gradproof.compare({name}, reference_{name}, ...)  # to see which is nearer"
-        )
+    def __init__(self, name: str, culprit: Culprit, notes: Sequence[str] = (), table: str = ""):
+        self.name, self.culprit, self.notes, self.table = name, culprit, tuple(notes), table
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -93,7 +86,13 @@ class GradientMismatch(AssertionError):
         ]
         lines += [_line("pattern", c.relation)] if c.relation else []
         lines += [_line("note", note) for note in self.notes]
-        return "\n".join([*lines, _line("next", self.next_step)])
+        if self.table:
+            lines.append(
+                _line("next", f"gradproof.check_gradient on {self.name} alone") + f"\n\n{self.table}"
+            )
+        else:
+            lines.append(_line("next", f"gradproof.compare({self.name}, reference_{self.name}, ...)"))
+        return "\n".join(lines)
 
     def _how_many(self) -> str:
         c = self.culprit
@@ -155,7 +154,7 @@ def check_subject(subject: Subject) -> GradientCheck:
     twin = find_float64_twin(subject)
     claim = own if twin is subject or twin is None else _in_float64(own, twin)
     notes = list(subject.notes)
-    checks = [_check_input(claim, which, notes) for which in range(len(claim.point))]
+    checks = [check_input(claim, which, notes) for which in range(len(claim.point))]
     if twin is None:
         dtype = str(subject.dtype).removeprefix("torch.")
         notes.append(f"{subject.name} runs in {dtype} only: errors below the tolerance shown cannot be seen")
@@ -164,7 +163,7 @@ def check_subject(subject: Subject) -> GradientCheck:
     return GradientCheck(subject.name, tuple(checks), tuple(notes))
 
 
-def _check_input(claim: Claim, which: int, notes: list[str]) -> InputCheck:
+def check_input(claim: Claim, which: int, notes: list[str]) -> InputCheck:
     """Raise if the gradient of one input is wrong; what is worth knowing otherwise is added to the notes."""
     slopes, claim, note = _slopes_off_kinks(claim, which)
     notes += [note] if note else []

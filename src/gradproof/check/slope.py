@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -99,10 +100,12 @@ class Line:
         moved = zip(self.claimed, self.direction, high, low, strict=True)
         return sum(_dot(g, a, b) for g, v, a, b in moved if g is not None and v is not None)
 
+    @cached_property
     def claimed_slope(self) -> float:
         pairs = zip(self.claimed, self.direction, strict=True)
         return sum(_dot(g, v) for g, v in pairs if g is not None and v is not None)
 
+    @cached_property
     def scale(self) -> float:
         """√Σ (g·v)²: the size that Σ g·v would have if its terms did not cancel."""
         pairs = [
@@ -115,6 +118,8 @@ class Line:
     def excess(self, step: float) -> float:
         """Measured minus claimed slope, by one central difference."""
         high, low = self.at(step), self.at(-step)
+        if self.dtype == torch.float64:  # the step taken is the step meant, to sixteen digits
+            return self.change(high, low) / (2 * step) - self.claimed_slope
         return (self.change(high, low) - self.claimed_change(high, low)) / (2 * step)
 
     def noise(self) -> float:
@@ -175,7 +180,7 @@ class Line:
                 measured = sum(_dot(w, out.imag) for w, out in zip(self.cotangents, outs, strict=True))
         except Exception:  # each operator refuses complex numbers in its own way
             return None
-        return measured / COMPLEX_STEP - self.claimed_slope()
+        return measured / COMPLEX_STEP - self.claimed_slope
 
 
 def _moved(x: Tensor, v: Tensor, step: float) -> Tensor:
@@ -206,7 +211,7 @@ def measure(line: Line, floor: float = 0.0) -> Slope:
 
 
 def _measure_quickly(line: Line, floor: float) -> Slope | None:
-    claimed, scale, tolerance = line.claimed_slope(), max(line.scale(), floor), tolerance_of(line.dtype)
+    claimed, scale, tolerance = line.claimed_slope, max(line.scale, floor), tolerance_of(line.dtype)
     row: list[float] = []
     for step in FIRST_STEPS:
         row = _extrapolate(line.excess(step), row)
@@ -225,11 +230,11 @@ def measure_once(line: Line, floor: float) -> Slope:
     fine = line.excess(FIRST_STEPS[1])
     extrapolated = _extrapolate(fine, [coarse])[1]
     uncertainty = abs(extrapolated - fine)
-    scale = max(line.scale(), floor)
+    scale = max(line.scale, floor)
     clear = uncertainty <= 1e-5 * scale
     if line.dtype != torch.float64 or not clear:
         return measure_carefully(line, floor)
-    claimed = line.claimed_slope()
+    claimed = line.claimed_slope
     return Slope(extrapolated, claimed, uncertainty, scale, tolerance_of(line.dtype), "finite difference")
 
 
@@ -264,8 +269,8 @@ def measure_carefully(line: Line, floor: float = 0.0) -> Slope:
             break
     # a function with float32 inside has a gradient with float32 inside
     tolerance = max(tolerance_of(line.dtype), 8 * noise / size if size else 0.0)
-    scale = max(line.scale(), floor)
-    slope = Slope(best, line.claimed_slope(), uncertainty, scale, tolerance, "finite difference")
+    scale = max(line.scale, floor)
+    slope = Slope(best, line.claimed_slope, uncertainty, scale, tolerance, "finite difference")
     return _sharpened_by_complex_step(line, slope)
 
 
