@@ -36,11 +36,11 @@ def add_check(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
         help="is this backward the derivative of its forward?",
-        description="Checks a gradient. NAME is a function, an autograd.Function, a module, or the common part of "
-        "a hand-written pair NAME_forward(...) -> (out, cache), NAME_backward(dout, cache).",
-        epilog="example: gradproof check kernels.py:attention --input 'float64[2,8,4]' --input 'float64[2,8,4]'. "
-        "Without --input the file's example_inputs is used: a tuple, a function that returns one, or a dict of "
-        "them by NAME. Exit code 0: right; 1: wrong; 2: could not be checked or decided.",
+        description="Checks a gradient. NAME is a function, an autograd.Function, a module, or the common "
+        "part of a hand-written pair: NAME_forward(...) -> (out, cache) and NAME_backward(dout, cache).",
+        epilog="example: gradproof check kernels.py:attention --input 'float64[2,8,4]'. Without --input the "
+        "file's example_inputs is used: a tuple, a function that returns one, or a dict of them by NAME. "
+        "Exit code 0: right; 1: wrong; 2: could not be checked or decided.",
     )
     parser.add_argument("target", metavar="FILE.py:NAME")
     parser.add_argument(

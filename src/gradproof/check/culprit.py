@@ -49,6 +49,8 @@ class Claim:
     point: tuple[Tensor, ...]
     cotangents: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]  # zeros where backward gave none
+    grain: float | None = None  # of the function, once they are known
+    noise: float = 0.0
 
     def natural(self, which: int) -> float:
         """The gradient entry that would change the outputs by their own size over the input's own scale."""
@@ -60,7 +62,9 @@ class Claim:
     def line(self, which: int, direction: Tensor) -> Line:
         directions: list[Tensor | None] = [None] * len(self.point)
         directions[which] = direction
-        return Line(self.subject, self.point, directions, self.cotangents, self.gradients)
+        return Line(
+            self.subject, self.point, directions, self.cotangents, self.gradients, self.grain, self.noise
+        )
 
 
 def scale_of(x: Tensor) -> float:
@@ -90,7 +94,8 @@ def _affordable_lines(claim: Claim, which: int) -> int:
         start = time.perf_counter()
         line.excess(1e-3)
         seconds.append(time.perf_counter() - start)
-    return max(int(SECONDS / (2 * min(seconds))), 16 * claim.point[which].dim())
+    fine = line.dtype == torch.float64 and not claim.grain
+    return max(int(SECONDS / (min(seconds) * (2 if fine else 30))), 16 * claim.point[which].dim())
 
 
 def _with_finite_gradients(claim: Claim) -> Claim:

@@ -1,4 +1,4 @@
-"""`gradproof check FILE.py:NAME`: find the function and its inputs in a file, check it, say it in text or JSON."""
+"""`gradproof check FILE.py:NAME`: find a function and its inputs in a file, check it, report it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def _inputs(module: ModuleType, path: str, name: str, specs: Sequence[str] | Non
     given = given() if callable(given) else given
     if given is None:
         raise UserError(
-            f"{path} has no example_inputs for {name}; add one (a tuple of tensors), or say --input 'float64[4,8]'"
+            f"{path} has no example_inputs for {name}; "
+            "add one (a tuple of tensors), or say --input 'float64[4,8]'"
         )
     return tuple(given) if isinstance(given, tuple | list) else (given,)
 

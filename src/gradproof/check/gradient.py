@@ -165,13 +165,28 @@ def check_subject(subject: Subject) -> GradientCheck:
 
 def check_input(claim: Claim, which: int, notes: list[str]) -> InputCheck:
     """Raise if the gradient of one input is wrong; what is worth knowing otherwise is added to the notes."""
-    slopes, claim, note = _slopes_off_kinks(claim, which)
-    notes += [note] if note else []
+    slopes = _measure_lines(claim, which)
     if not all(slope.agrees for slope in slopes):
-        culprit = find_culprit(claim, which) or find_culprit_along_lines(claim, which)
+        claim, note = _off_the_kink(claim, which, slopes[0])
+        slopes = _measure_lines(claim, which) if note else slopes
+        notes += [note] if note else []
+    if not all(slope.agrees for slope in slopes):
+        line = claim.line(which, _random_direction(claim, which))
+        claim = replace(claim, grain=line.known_grain, noise=line.noise)
+        slopes = _measure_lines(claim, which) if claim.grain else slopes
+    if not all(slope.agrees for slope in slopes):
+        culprit = _find_confirmed_culprit(claim, which)
         if culprit is not None:
             raise GradientMismatch(claim.subject.name, culprit, notes)
     return _input_check(claim, which, slopes)
+
+
+def _find_confirmed_culprit(claim: Claim, which: int) -> Culprit | None:
+    """Entry by entry; for a noisy function only once more lines have confirmed that something is wrong."""
+    if claim.subject.dtype == torch.float64 and not claim.grain:
+        return find_culprit(claim, which) or find_culprit_along_lines(claim, which)
+    along_lines = find_culprit_along_lines(claim, which)
+    return along_lines and (find_culprit(claim, which) or along_lines)
 
 
 def incoming_gradients(outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -207,24 +222,17 @@ def _in_float64(own: Claim, twin: Subject) -> Claim:
     return claim_at(twin, twin.point, [w.double() for w in own.cotangents])
 
 
-def _slopes_off_kinks(claim: Claim, which: int) -> tuple[list[Slope], Claim, str | None]:
-    """Slopes along random lines; where the point itself is a kink, at a point beside it."""
-    slopes = _measure_lines(claim, which)
-    if all(slope.agrees for slope in slopes):
-        return slopes, claim, None
-    line = claim.line(which, _random_direction(claim, which))
-    jump = find_kink(line, slopes[0])
-    if jump is None:
-        return slopes, claim, None
-    moved = _step_aside(claim, which)
-    if moved is None:
-        return slopes, claim, None
+def _off_the_kink(claim: Claim, which: int, slope: Slope) -> tuple[Claim, str | None]:
+    """Where the point itself is a kink, the same claim at a point beside it, and a note that says so."""
+    jump = find_kink(claim.line(which, _random_direction(claim, which)), slope)
+    moved = None if jump is None else _step_aside(claim, which)
+    if jump is None or moved is None:
+        return claim, None
     name = claim.subject.input_names[which]
-    note = (
+    return moved, (
         f"{name} is at a kink (the slope along a line jumps by {abs(jump):.3g} there: a zero of ReLU, a tie "
         "of max); checked 2 % beside it"
     )
-    return _measure_lines(moved, which), moved, note
 
 
 def _step_aside(claim: Claim, which: int) -> Claim | None:
@@ -243,7 +251,7 @@ def _step_aside(claim: Claim, which: int) -> Claim | None:
 
 def _measure_lines(claim: Claim, which: int) -> list[Slope]:
     directions = [_random_direction(claim, which), _levelled_direction(claim, which)]
-    if claim.subject.dtype != torch.float64:
+    if claim.subject.dtype != torch.float64 or claim.grain:
         directions[1] = _steepest_direction(claim, which)
     x = claim.point[which]
     # a gradient that is nothing but rounding is judged by the size of the outputs, not by its own

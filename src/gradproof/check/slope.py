@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,8 +22,11 @@ from gradproof.check.subject import Subject, like_layout
 
 RATIO = 4.0  # between one step and the next
 FIRST_STEPS = tuple(1e-3 / RATIO**k for k in range(7))  # the second usually decides; the last avoid kinks
+COARSE_STEPS = (0.5, 0.25, 0.125)  # for staircases
+FINITE = "finite difference"
 COMPLEX_STEP = 1e-20  # nothing is subtracted, so nothing is lost however small it is
-NOISE_SAMPLES = 4
+UNITS = (2.0**-10, 2.0**-7)  # eps of TF32 and float16, and of bfloat16
+DITHERS = 8
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,13 @@ class Line:
     direction: Sequence[Tensor | None]
     cotangents: Sequence[Tensor]
     claimed: Sequence[Tensor | None]
+    grain: float | None = None  # see find_grain; None: not known yet
+    least_noise: float = 0.0  # that of the whole input, for a line along one entry
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        return self.subject.dtype
+        """The narrowest of the inputs' and outputs' dtypes: what rounding is counted in."""
+        return max((x.dtype for x in (*self.point, *self.cotangents)), key=lambda d: torch.finfo(d).eps)
 
     def at(self, step: float) -> list[Tensor]:
         """The inputs `step` along the direction, in their own dtype and layout."""
@@ -122,30 +128,46 @@ class Line:
             return self.change(high, low) / (2 * step) - self.claimed_slope
         return (self.change(high, low) - self.claimed_change(high, low)) / (2 * step)
 
+    @cached_property
     def noise(self) -> float:
-        """What the weighted outputs jitter by when the inputs move next to nothing to either side.
+        """What the weighted outputs jitter by under moves next to nothing, or as wide as the grain.
 
-        In float64 the moves are as wide as float32's rounding, so that a function with float32 inside shows
-        it; slopes, right or wrong, cancel in the second difference.
+        In float64 the moves are wider than float32's rounding, so that a function with float32 inside shows.
         """
+        fine = 1e-5 if self.dtype == torch.float64 else 2 * torch.finfo(self.dtype).eps
+        return max(self.jitter(2 * self.known_grain or fine), self.least_noise)
+
+    @cached_property
+    def known_grain(self) -> float:
+        return find_grain(self) if self.grain is None else self.grain
+
+    def jitter(self, width: float) -> float:
+        """Root mean square of fourth differences: slopes, right or wrong, and curvature cancel in them."""
         generator = torch.Generator().manual_seed(1)
-        jitters = [self._jitter(generator) for _ in range(NOISE_SAMPLES)]
-        finite = [j * j / 6 for j in jitters if math.isfinite(j)]
+        squares = [replace(self, direction=self.moves(generator)).fourth_change(width) ** 2 for _ in range(4)]
+        finite = [square / 70 for square in squares if math.isfinite(square)]  # 1² + 4² + 6² + 4² + 1²
         return math.sqrt(sum(finite) / len(finite)) if finite else math.inf
 
-    def _jitter(self, generator: torch.Generator) -> float:
-        width = 1e-7 if self.dtype == torch.float64 else 2 * torch.finfo(self.dtype).eps
+    def moves(self, generator: torch.Generator) -> list[Tensor | None]:
+        """Random moves, each relative to the entry's own size, of the entries that the line moves."""
         moves: list[Tensor | None] = []
         for x, v in zip(self.point, self.direction, strict=True):
             if v is None:
                 moves.append(None)
                 continue
-            units = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) + 0.5
-            moves.append(
-                torch.where(v != 0, units * torch.maximum(x.double().abs(), 0.1 * v.double().abs()), 0.0)
-            )
-        near = replace(self, direction=moves)
-        return near.second_change(width)
+            units = 2 * torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) - 1
+            sizes = torch.maximum(x.double().abs(), 0.1 * v.double().abs())
+            moves.append(torch.where(v != 0, units * sizes, 0.0))
+        return moves
+
+    def fourth_change(self, step: float) -> float:
+        """Outputs at −2, −1, 0, 1 and 2 steps, weighted 1, −4, 6, −4, 1."""
+        a, b, c, d, e = (self.subject.outputs(self.at(k * step)) for k in (-2, -1, 0, 1, 2))
+        total = 0.0
+        for w, *outs in zip(self.cotangents, a, b, c, d, e, strict=True):
+            low2, low, here, high, high2 = (out.double() for out in outs)
+            total += _dot(w, (low2 - here) + (high2 - here), 4 * ((low - here) + (high - here)))
+        return total
 
     def second_change(self, step: float) -> float:
         """Outputs at +step, minus twice those here, plus those at −step."""
@@ -203,7 +225,7 @@ def measure(line: Line, floor: float = 0.0) -> Slope:
 
     `floor` is a size below which an excess is of no interest, e.g. that of the other entries' gradients.
     """
-    if line.dtype == torch.float64:
+    if line.dtype == torch.float64 and not line.grain:
         quick = _measure_quickly(line, floor)
         if quick is not None:
             return quick
@@ -218,7 +240,7 @@ def _measure_quickly(line: Line, floor: float) -> Slope | None:
         excess = min(row, key=abs)
         # a random line that agrees to nine digits does not do so by chance
         if abs(excess) <= tolerance * scale:
-            return Slope(excess, claimed, 0.0, scale, tolerance, "finite difference")
+            return Slope(excess, claimed, 0.0, scale, tolerance, FINITE)
         if not all(map(math.isfinite, row)):
             row = []
     return None
@@ -226,16 +248,39 @@ def _measure_quickly(line: Line, floor: float) -> Slope | None:
 
 def measure_once(line: Line, floor: float) -> Slope:
     """Two central differences and no search: enough for one entry of many, once it is known to be wrong."""
+    if line.dtype != torch.float64 or line.grain:
+        return measure_carefully(line, floor)
     coarse = line.excess(FIRST_STEPS[0])
     fine = line.excess(FIRST_STEPS[1])
     extrapolated = _extrapolate(fine, [coarse])[1]
     uncertainty = abs(extrapolated - fine)
     scale = max(line.scale, floor)
-    clear = uncertainty <= 1e-5 * scale
-    if line.dtype != torch.float64 or not clear:
+    if not uncertainty <= 1e-5 * scale:
         return measure_carefully(line, floor)
     claimed = line.claimed_slope
-    return Slope(extrapolated, claimed, uncertainty, scale, tolerance_of(line.dtype), "finite difference")
+    return Slope(extrapolated, claimed, uncertainty, scale, tolerance_of(line.dtype), FINITE)
+
+
+def find_grain(line: Line) -> float:
+    """The rounding unit of a format inside the function that is coarser than its dtype, or 0.
+
+    A function with bfloat16 or TF32 inside is a staircase: a difference taken on one of its stairs says 0.
+    Stairs make the outputs jitter under wide moves, and hardly more under moves eight times as wide; what
+    comes from kinks or curvature grows with the width, and what comes from rounding is far smaller.
+    """
+    if torch.finfo(line.dtype).eps > UNITS[0]:
+        return 0.0
+    generator = torch.Generator().manual_seed(3)
+    aside = replace(line, direction=line.moves(generator)).at(
+        UNITS[1]
+    )  # bfloat16 inputs lie amid their stairs
+    line = replace(line, point=aside)
+    fine, coarse = (line.jitter(2 * unit) for unit in UNITS)
+    if fine == 0.0 and coarse > 0.01 * UNITS[1] * line.scale:
+        return UNITS[1]  # not even a rounding: all outputs stood still
+    if not (fine > 0.01 * UNITS[0] * line.scale and coarse < 5 * fine):
+        return 0.0
+    return UNITS[1] if coarse > 1.5 * fine else UNITS[0]
 
 
 def _extrapolate(newest: float, above: list[float]) -> list[float]:
@@ -249,11 +294,10 @@ def _extrapolate(newest: float, above: list[float]) -> list[float]:
 
 def measure_carefully(line: Line, floor: float = 0.0) -> Slope:
     """All steps from a quarter of the input's scale down to where noise wins; the best entry of the table."""
-    noise, size = line.noise(), line.output_size()
+    measured = _dithered(line) if line.known_grain else _at_all_steps(line)
     best, uncertainty = math.nan, math.inf
     above: list[float] = []
-    for step in _all_steps(line.dtype):
-        newest = line.excess(step)
+    for newest, noise in measured:
         if not math.isfinite(newest):
             above = []  # outside the domain: nothing may be extrapolated from there
             continue
@@ -261,17 +305,45 @@ def measure_carefully(line: Line, floor: float = 0.0) -> Slope:
         for column in range(len(row) if above else 0):
             left = row[column - 1] if column else above[0]
             truncation = max(abs(row[column] - left), abs(row[column] - above[max(column - 1, 0)]))
-            total = truncation + noise / step
-            if total < uncertainty:
-                best, uncertainty = row[column], total
+            if truncation + noise < uncertainty:
+                best, uncertainty = row[column], truncation + noise
         above = row
-        if noise / step > 4 * uncertainty:
+        if noise > 4 * uncertainty:
             break
-    # a function with float32 inside has a gradient with float32 inside
-    tolerance = max(tolerance_of(line.dtype), 8 * noise / size if size else 0.0)
-    scale = max(line.scale, floor)
-    slope = Slope(best, line.claimed_slope, uncertainty, scale, tolerance, "finite difference")
-    return _sharpened_by_complex_step(line, slope)
+    slope = Slope(best, line.claimed_slope, uncertainty, max(line.scale, floor), _tolerance(line), FINITE)
+    return slope if line.known_grain else _sharpened_by_complex_step(line, slope)
+
+
+def _at_all_steps(line: Line) -> Iterator[tuple[float, float]]:
+    """The excess at each step with its noise, down to the step at which the function stands still."""
+    slope = 0.0
+    for step in _all_steps(line.dtype):
+        excess = line.excess(step)
+        measured = line.claimed_slope + excess
+        if slope and abs(measured) <= 1e-12 * abs(slope):
+            return  # it moved at larger steps: this one is lost between two of its numbers
+        slope = measured if math.isfinite(measured) else slope
+        yield excess, line.noise / step
+
+
+def _tolerance(line: Line) -> float:
+    """A function with float32 or bfloat16 inside has a gradient with the same inside."""
+    size = line.output_size()
+    own_noise = 8 * line.noise / size if size and not line.known_grain else 4 * line.known_grain
+    return max(tolerance_of(line.dtype), own_noise)
+
+
+def _dithered(line: Line) -> Iterator[tuple[float, float]]:
+    """The excess over a staircase, averaged over places a stair's width apart, and its uncertainty."""
+    generator = torch.Generator().manual_seed(2)
+    for step in COARSE_STEPS:
+        found = []
+        for _ in range(DITHERS):
+            beside = replace(line, direction=line.moves(generator)).at(2 * line.known_grain)
+            found.append(replace(line, point=beside).excess(step))
+        mean = sum(found) / DITHERS
+        spread = math.sqrt(sum((x - mean) ** 2 for x in found) / (DITHERS - 1))
+        yield mean, 2 * max(spread, line.noise / step) / math.sqrt(DITHERS)
 
 
 def _all_steps(dtype: torch.dtype) -> list[float]:
@@ -297,5 +369,8 @@ def find_kink(line: Line, slope: Slope) -> float | None:
     narrow = wide / 16
     # right slope minus left slope: falls with the step where the function is smooth, stays at a kink
     at_wide, at_narrow = line.second_change(wide) / wide, line.second_change(narrow) / narrow
-    visible = abs(at_narrow) > 8 * line.noise() / narrow + 1e-6 * slope.scale
+    noise = line.jitter(
+        max(narrow / 100, 2 * torch.finfo(line.dtype).eps)
+    )  # of moves that a kink does not show in
+    visible = abs(at_narrow) > 8 * noise / narrow + 1e-6 * slope.scale
     return at_narrow if visible and abs(at_narrow) > 0.3 * abs(at_wide) else None
