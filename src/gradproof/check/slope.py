@@ -271,11 +271,13 @@ def find_grain(line: Line) -> float:
     if torch.finfo(line.dtype).eps > UNITS[0]:
         return 0.0
     generator = torch.Generator().manual_seed(3)
-    aside = replace(line, direction=line.moves(generator)).at(
-        UNITS[1]
-    )  # bfloat16 inputs lie amid their stairs
-    line = replace(line, point=aside)
-    fine, coarse = (line.jitter(2 * unit) for unit in UNITS)
+    fine = coarse = 0.0
+    for _ in range(4):  # few stairs are met at one place; and bfloat16 inputs lie amid theirs
+        aside = replace(line, direction=line.moves(generator)).at(UNITS[1])
+        beside = replace(line, point=aside)
+        fine, coarse = (
+            math.hypot(j, beside.jitter(2 * u)) for j, u in zip((fine, coarse), UNITS, strict=True)
+        )
     if fine == 0.0 and coarse > 0.01 * UNITS[1] * line.scale:
         return UNITS[1]  # not even a rounding: all outputs stood still
     if not (fine > 0.01 * UNITS[0] * line.scale and coarse < 5 * fine):
