@@ -113,6 +113,8 @@ def _culprit(
     truth = torch.tensor([(s.claimed + s.excess) / scale for s in slopes], dtype=torch.float64)
     allowed = torch.tensor([s.allowed / scale for s in slopes], dtype=torch.float64)
     claims = gradient.cpu()[tuple(places.T)] if x.dim() else gradient.cpu().reshape(1)
+    unknown = ~torch.isfinite(truth) & torch.isfinite(claims)  # nothing could be measured there
+    truth, allowed = torch.where(unknown, claims, truth), allowed.nan_to_num(0.0, 1e300)
     apart = difference(claims, truth, absolute=allowed)
     if apart.ok:
         return None
@@ -144,21 +146,28 @@ def _culprit(
     )
 
 
+def steepest_direction(claim: Claim, which: int) -> Tensor:
+    """Along the claimed gradient, where the function changes most: the clearest line for a noisy function."""
+    g = claim.gradients[which].double()
+    return (scale_of(claim.point[which]) * g / scale_of(g)).to(claim.point[which].dtype)
+
+
 def find_culprit_along_lines(claim: Claim, which: int) -> Culprit | None:
-    """For functions whose single entries drown in noise: wrong if three random lines out of three are."""
-    slopes = []
+    """For functions whose single entries drown in noise: wrong if at least two more lines out of four are."""
     x = claim.point[which]
+    directions = [steepest_direction(claim, which)]
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        direction = scale_of(x) * torch.randn(x.shape, generator=generator).to(x)
-        slopes.append(measure(claim.line(which, direction)))
-    if any(slope.agrees for slope in slopes):
+        directions.append(scale_of(x) * torch.randn(x.shape, generator=generator).to(x))
+    measured = [measure(claim.line(which, direction)) for direction in directions]
+    slopes = [slope for slope in measured if not slope.agrees]
+    if len(slopes) < 2:
         return None
     worst = max(slopes, key=lambda slope: slope.error)
     backward, truth = worst.claimed / _unit(claim), (worst.claimed + worst.excess) / _unit(claim)
     return Culprit(
         claim.subject.input_names[which], None, backward, truth, worst.error, worst.resolution,
-        len(slopes), len(slopes), True, None, None, worst.method,
+        len(slopes), len(measured), True, None, None, worst.method,
     )  # fmt: skip
 
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from gradproof.check.behaviour import find_float64_twin, with_checked_behaviour
-from gradproof.check.culprit import Claim, Culprit, find_culprit, find_culprit_along_lines, scale_of
+from gradproof.check.culprit import (
+    Claim,
+    Culprit,
+    find_culprit,
+    find_culprit_along_lines,
+    scale_of,
+    steepest_direction,
+)
 from gradproof.check.slope import Slope, find_kink, measure
 from gradproof.check.subject import Subject, subject_of_function
 from gradproof.errors import UserError
@@ -39,7 +46,10 @@ class InputCheck:
     def __str__(self) -> str:
         what = f"{self.name} {self.dtype}{list(self.shape)}"
         if not self.decided:
-            return f"{what:<32} cannot be decided at this precision: below {self.allowed:.0%} all is noise"
+            noise = (
+                f"below {self.allowed:.0%} all is noise" if math.isfinite(self.allowed) else "lines disagree"
+            )
+            return f"{what:<32} cannot be decided at this precision: {noise}"
         return f"{what:<32} agrees   error {self.error:.1e}, {self.allowed:.1e} allowed   {self.method}"
 
 
@@ -252,11 +262,11 @@ def _step_aside(claim: Claim, which: int) -> Claim | None:
 def _measure_lines(claim: Claim, which: int) -> list[Slope]:
     directions = [_random_direction(claim, which), _levelled_direction(claim, which)]
     if claim.subject.dtype != torch.float64 or claim.grain:
-        directions[1] = _steepest_direction(claim, which)
+        directions[1] = steepest_direction(claim, which)
     x = claim.point[which]
-    # a gradient that is nothing but rounding is judged by the size of the outputs, not by its own
-    roundings = min(1e4 * torch.finfo(claim.subject.dtype).eps, 0.1)
-    floor = roundings * claim.natural(which) * scale_of(x) * math.sqrt(x.numel())
+    # a float64 gradient that is nothing but rounding is judged by the size of the outputs, not by its own
+    fine = 1e4 * torch.finfo(torch.float64).eps if claim.subject.dtype == torch.float64 else 0.0
+    floor = fine * claim.natural(which) * scale_of(x) * math.sqrt(x.numel())
     return [measure(claim.line(which, direction), floor) for direction in directions]
 
 
@@ -278,23 +288,16 @@ def _levelled_direction(claim: Claim, which: int) -> Tensor:
     return (scale_of(claim.point[which]) * lengths * signs).to(claim.point[which].dtype)
 
 
-def _steepest_direction(claim: Claim, which: int) -> Tensor:
-    """Along the claimed gradient, where the function changes most: the clearest line for a noisy function."""
-    g = claim.gradients[which].double()
-    return (scale_of(claim.point[which]) * g / scale_of(g)).to(claim.point[which].dtype)
-
-
 def _input_check(claim: Claim, which: int, slopes: Sequence[Slope]) -> InputCheck:
     x = claim.point[which]
-    agreeing = [slope for slope in slopes if slope.agrees]
     # the sharpest line decides; one along which the gradient happens to cancel says little
-    sharpest = min(agreeing or slopes, key=lambda slope: slope.resolution)
+    sharpest = min(slopes, key=lambda slope: slope.resolution)
     return InputCheck(
         name=claim.subject.input_names[which],
         shape=tuple(x.shape),
         dtype=str(x.dtype).removeprefix("torch."),
-        error=max(slope.error for slope in agreeing or slopes),
-        allowed=sharpest.resolution if agreeing else math.inf,
+        error=max(slope.error for slope in slopes),
+        allowed=sharpest.resolution if all(slope.agrees for slope in slopes) else math.inf,
         method=sharpest.method,
     )
 

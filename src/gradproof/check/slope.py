@@ -135,7 +135,10 @@ class Line:
         In float64 the moves are wider than float32's rounding, so that a function with float32 inside shows.
         """
         fine = 1e-5 if self.dtype == torch.float64 else 2 * torch.finfo(self.dtype).eps
-        return max(self.jitter(2 * self.known_grain or fine), self.least_noise)
+        # an output that does not move at all has jittered by less than its own rounding, not by nothing
+        rounding = 0.3 * torch.finfo(self.dtype).eps * self.output_size
+        least = self.least_noise if self.dtype == torch.float64 else max(self.least_noise, rounding)
+        return max(self.jitter(2 * self.known_grain or fine), least)
 
     @cached_property
     def known_grain(self) -> float:
@@ -175,6 +178,7 @@ class Line:
         outs = zip(self.cotangents, high, here, low, strict=True)
         return sum(_dot(w, a.double() - b.double(), b.double() - c.double()) for w, a, b, c in outs)
 
+    @cached_property
     def output_size(self) -> float:
         """√Σ (w·out)²: the scale that the noise of the outputs is measured against."""
         outs = zip(self.cotangents, self.subject.outputs(self.point), strict=True)
@@ -330,7 +334,7 @@ def _at_all_steps(line: Line) -> Iterator[tuple[float, float]]:
 
 def _tolerance(line: Line) -> float:
     """A function with float32 or bfloat16 inside has a gradient with the same inside."""
-    size = line.output_size()
+    size = line.output_size
     own_noise = 8 * line.noise / size if size and not line.known_grain else 4 * line.known_grain
     return max(tolerance_of(line.dtype), own_noise)
 
