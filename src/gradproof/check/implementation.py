@@ -124,9 +124,9 @@ def _compare_at(
     subjects = [_repeatable_if_possible(subject_of_function(fn, inputs)) for fn in (first, second)]
     for which, subject in zip(("first", "second"), subjects, strict=True):
         notes += [f"the {which}, {subject.name}, {fault} ({label})" for fault in _bad_habits(subject)]
+    _refuse_different_shapes(subjects)
     weights = incoming_gradients(subjects[1].outputs(subjects[1].point))
     results = [_results(subject, weights) for subject in subjects]
-    _refuse_different_shapes(subjects, results)
     truth = _truth(subjects, weights, label, notes)
     kinds = [
         (f"output {k}", a, b) for k, (a, b) in enumerate(zip(*(r.outputs for r in results), strict=True))
@@ -152,16 +152,14 @@ def _repeatable_if_possible(subject: Subject) -> Subject:
 
 def _results(subject: Subject, weights: Sequence[Tensor]) -> _Results:
     outs = subject.outputs([like_layout(x, x) for x in subject.point])
-    if len(outs) != len(weights):
-        return _Results(outs, [])
     own = [w.to(out.device, out.dtype) for w, out in zip(weights, outs, strict=True)]
     gradients = subject.gradients(subject.point, own)
     pairs = zip(subject.point, gradients, strict=True)
     return _Results(outs, [torch.zeros_like(x) if g is None else g for x, g in pairs])
 
 
-def _refuse_different_shapes(subjects: Sequence[Subject], results: Sequence[_Results]) -> None:
-    shapes = [[tuple(out.shape) for out in result.outputs] for result in results]
+def _refuse_different_shapes(subjects: Sequence[Subject]) -> None:
+    shapes = [[tuple(out.shape) for out in subject.outputs(subject.point)] for subject in subjects]
     if shapes[0] != shapes[1]:
         raise UserError(
             f"{subjects[0].name} returns shapes {shapes[0]}, {subjects[1].name} returns {shapes[1]}; "
@@ -207,6 +205,8 @@ def _backward_is_right(twin: Subject, label: str, notes: list[str]) -> bool:
         check_subject(twin)
     except GradientMismatch as mismatch:
         notes.append(f"{str(mismatch).splitlines()[0]} ({label})")
+        return False
+    except UserError:  # a bad habit, reported as such
         return False
     return True
 
