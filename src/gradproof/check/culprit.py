@@ -52,12 +52,15 @@ class Claim:
     grain: float | None = None  # of the function, once they are known
     noise: float = 0.0
 
+    @property
+    def is_fine(self) -> bool:
+        """Whether inputs and outputs are float64, with nothing coarser known to be inside."""
+        return not self.grain and all(x.dtype == torch.float64 for x in (*self.point, *self.cotangents))
+
     def natural(self, which: int) -> float:
         """The gradient entry that would change the outputs by their own size over the input's own scale."""
         x = self.point[which]
-        outs = zip(self.cotangents, self.subject.outputs(self.point), strict=True)
-        size = math.sqrt(sum(float(torch.where(w == 0, 0.0, w.double() * o).square().sum()) for w, o in outs))
-        return size / (scale_of(x) * math.sqrt(x.numel()))
+        return self.line(which, x).output_size / (scale_of(x) * math.sqrt(x.numel()))
 
     def line(self, which: int, direction: Tensor) -> Line:
         directions: list[Tensor | None] = [None] * len(self.point)
@@ -94,8 +97,7 @@ def _affordable_lines(claim: Claim, which: int) -> int:
         start = time.perf_counter()
         line.excess(1e-3)
         seconds.append(time.perf_counter() - start)
-    fine = line.dtype == torch.float64 and not claim.grain
-    return max(int(SECONDS / (min(seconds) * (2 if fine else 30))), 16 * claim.point[which].dim())
+    return max(int(SECONDS / (min(seconds) * (2 if claim.is_fine else 30))), 16 * claim.point[which].dim())
 
 
 def _with_finite_gradients(claim: Claim) -> Claim:

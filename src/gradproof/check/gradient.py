@@ -46,10 +46,10 @@ class InputCheck:
     def __str__(self) -> str:
         what = f"{self.name} {self.dtype}{list(self.shape)}"
         if not self.decided:
-            noise = (
-                f"below {self.allowed:.0%} all is noise" if math.isfinite(self.allowed) else "lines disagree"
-            )
-            return f"{what:<32} cannot be decided at this precision: {noise}"
+            reason = "its lines contradict each other"
+            if math.isfinite(self.allowed):
+                reason = f"below {self.allowed:.0%} all is noise"
+            return f"{what:<32} cannot be decided at this precision: {reason}"
         return f"{what:<32} agrees   error {self.error:.1e}, {self.allowed:.1e} allowed   {self.method}"
 
 
@@ -71,9 +71,7 @@ class GradientCheck:
         lines += [f"  {found}" for found in self.inputs]
         lines += [f"  note: {note}" for note in self.notes]
         if not self.decided:
-            lines.append(
-                "  next: give a version of the function that runs in float64, or larger inputs' effects"
-            )
+            lines.append("  next: a version of the function that runs in float64 would decide it")
         return "\n".join(lines)
 
 
@@ -193,7 +191,7 @@ def check_input(claim: Claim, which: int, notes: list[str]) -> InputCheck:
 
 def _find_confirmed_culprit(claim: Claim, which: int) -> Culprit | None:
     """Entry by entry; for a noisy function only once more lines have confirmed that something is wrong."""
-    if claim.subject.dtype == torch.float64 and not claim.grain:
+    if claim.is_fine:
         return find_culprit(claim, which) or find_culprit_along_lines(claim, which)
     along_lines = find_culprit_along_lines(claim, which)
     return along_lines and (find_culprit(claim, which) or along_lines)
@@ -261,7 +259,7 @@ def _step_aside(claim: Claim, which: int) -> Claim | None:
 
 def _measure_lines(claim: Claim, which: int) -> list[Slope]:
     directions = [_random_direction(claim, which), _levelled_direction(claim, which)]
-    if claim.subject.dtype != torch.float64 or claim.grain:
+    if not claim.is_fine:
         directions[1] = steepest_direction(claim, which)
     x = claim.point[which]
     # a float64 gradient that is nothing but rounding is judged by the size of the outputs, not by its own

@@ -22,10 +22,10 @@ from gradproof.check.subject import Subject, like_layout
 
 RATIO = 4.0  # between one step and the next
 FIRST_STEPS = tuple(1e-3 / RATIO**k for k in range(7))  # the second usually decides; the last avoid kinks
-COARSE_STEPS = (0.5, 0.25, 0.125)  # for staircases
 FINITE = "finite difference"
 COMPLEX_STEP = 1e-20  # nothing is subtracted, so nothing is lost however small it is
 UNITS = (2.0**-10, 2.0**-7)  # eps of TF32 and float16, and of bfloat16
+COARSE_STEPS = {UNITS[0]: (0.25, 0.125, 0.0625), UNITS[1]: (0.5, 0.25, 0.125)}  # for staircases of that unit
 DITHERS = 8
 
 
@@ -289,25 +289,25 @@ def find_grain(line: Line) -> float:
     return UNITS[1] if coarse > 1.5 * fine else UNITS[0]
 
 
-def _extrapolate(newest: float, above: list[float]) -> list[float]:
+def _extrapolate(newest: float, above: list[float], ratio: float = RATIO) -> list[float]:
     """One more row of the Richardson table: each column removes the next even power of the step."""
     row = [newest]
     for column, previous in enumerate(above):
-        gain = RATIO ** (2 * (column + 1)) - 1
+        gain = ratio ** (2 * (column + 1)) - 1
         row.append(row[column] + (row[column] - previous) / gain)
     return row
 
 
 def measure_carefully(line: Line, floor: float = 0.0) -> Slope:
     """All steps from a quarter of the input's scale down to where noise wins; the best entry of the table."""
-    measured = _dithered(line) if line.known_grain else _at_all_steps(line)
+    measured, ratio = (_dithered(line), 2.0) if line.known_grain else (_at_all_steps(line), RATIO)
     best, uncertainty = math.nan, math.inf
     above: list[float] = []
     for newest, noise in measured:
         if not math.isfinite(newest):
             above = []  # outside the domain: nothing may be extrapolated from there
             continue
-        row = _extrapolate(newest, above)
+        row = _extrapolate(newest, above, ratio)
         for column in range(len(row) if above else 0):
             left = row[column - 1] if column else above[0]
             truncation = max(abs(row[column] - left), abs(row[column] - above[max(column - 1, 0)]))
@@ -342,7 +342,7 @@ def _tolerance(line: Line) -> float:
 def _dithered(line: Line) -> Iterator[tuple[float, float]]:
     """The excess over a staircase, averaged over places a stair's width apart, and its uncertainty."""
     generator = torch.Generator().manual_seed(2)
-    for step in COARSE_STEPS:
+    for step in COARSE_STEPS[line.known_grain]:
         found = []
         for _ in range(DITHERS):
             beside = replace(line, direction=line.moves(generator)).at(2 * line.known_grain)
@@ -375,8 +375,7 @@ def find_kink(line: Line, slope: Slope) -> float | None:
     narrow = wide / 16
     # right slope minus left slope: falls with the step where the function is smooth, stays at a kink
     at_wide, at_narrow = line.second_change(wide) / wide, line.second_change(narrow) / narrow
-    noise = line.jitter(
-        max(narrow / 100, 2 * torch.finfo(line.dtype).eps)
-    )  # of moves that a kink does not show in
+    # of moves that a kink does not show in
+    noise = line.jitter(max(narrow / 100, 2 * torch.finfo(line.dtype).eps))
     visible = abs(at_narrow) > 8 * noise / narrow + 1e-6 * slope.scale
     return at_narrow if visible and abs(at_narrow) > 0.3 * abs(at_wide) else None
