@@ -154,6 +154,13 @@ def test_scalar_gradient_is_reported_as_the_user_knows_it():
     ) and caught.value.culprit.backward == pytest.approx(-6.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_input_without_axes(dtype):
+    assert check_gradient(torch.sin, torch.tensor(0.7, dtype=dtype)).decided
+    with pytest.raises(GradientMismatch, match=r"wrong at \(\)"):
+        check_gradient(scaled_by(2.0, torch.sin), torch.tensor(0.7, dtype=dtype))
+
+
 def test_kink_is_stepped_around_and_reported():
     found = check_gradient(torch.relu, torch.zeros(6))
     assert found.decided and any("is at a kink" in note for note in found.notes)

@@ -82,7 +82,7 @@ def find_culprit(claim: Claim, which: int) -> Culprit | None:
     affordable = _affordable_lines(claim, which)
     x = claim.point[which]
     if x.numel() <= affordable:
-        places = torch.cartesian_prod(*[torch.arange(n) for n in x.shape]).reshape(-1, x.dim())
+        places = torch.ones(x.shape).nonzero()  # every place; one without coordinates if x is a scalar
         return _culprit(claim, which, given, places, None)
     slices = tuple(_wrong_slices(claim, which, axis, affordable // x.dim()) for axis in range(x.dim()))
     if not all(slices):
