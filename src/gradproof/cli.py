@@ -400,6 +400,33 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
+def add_check(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="is this backward the derivative of its forward?",
+        description="Checks a gradient. NAME is a function, an autograd.Function, a module, or the common "
+        "part of a hand-written pair: NAME_forward(...) -> (out, cache) and NAME_backward(dout, cache).",
+        epilog="example: gradproof check kernels.py:attention --input 'float64[2,8,4]'. Without --input the "
+        "file's example_inputs is used: a tuple, a function that returns one, or a dict of them by NAME. "
+        "Exit code 0: right; 1: wrong; 2: could not be checked or decided.",
+    )
+    parser.add_argument("target", metavar="FILE.py:NAME")
+    parser.add_argument(
+        "--input", action="append", metavar="SPEC", help="float64[4,8] or int64[4]<50; repeatable"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs that --input draws")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.set_defaults(function=run_check)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    from gradproof.check.file import check_file
+
+    found = check_file(args.target, args.input, args.seed)
+    print(found.as_json() if args.json else found)
+    return found.exit_code
+
+
 # each adds its subparser and names the function that runs it
 COMMANDS = (
     add_run,
@@ -408,4 +435,5 @@ COMMANDS = (
     add_scoreboard,
     add_check_loss,
     add_precision,
+    add_check,
 )
