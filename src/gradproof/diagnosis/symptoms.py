@@ -140,13 +140,14 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
     """A loss that falls, but by so little that nobody would call it training."""
     for track in tracks(run):
         found = trend(track.loss)
-        if found is None or found.points < 50 or not found.fell or found.first <= 0:
+        if found is None or found.points < 50 or not found.fell or found.start <= 0:
             continue
-        share = (found.first - found.last) / found.first
+        start = min(found.start, found.first)
+        share = (start - found.last) / start
         if share < 0.05 and not at_optimum(track):
-            numbers = f"{found.first:.4g} to {found.last:.4g}"
+            numbers = f"{start:.4g} to {found.last:.4g}"
             text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
-            yield _of(track, "loss_hardly_falling", "warning", text, ("lr-too-low/tiny-updates",))
+            yield _of(track, "loss_hardly_falling", "note", text, ())
 
 
 def at_optimum(track: Track) -> bool:
@@ -187,7 +188,7 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
             yield _of(
-                track, "loss_spike", "note", text, ("lr-too-high/spike", "input-or-target-scale/batch"), step
+                track, "loss_spike", "note", text, ("lr-too-high/spike",), step
             )
 
 
