@@ -186,7 +186,7 @@ def test_a_loss_that_rises_stands_still_or_is_at_its_optimum(written):
 def test_one_player_of_two_may_lose(written):
     loss = np.stack([FALLING, FALLING[::-1]], axis=1).reshape(-1)
     run = written(optimizers=2, loss=loss, optimizer=[0, 1] * 60).read()
-    assert seen(run) == {"loss_rising": "note"}
+    assert seen(run) == {"player_losing": "note"}
     assert diagnose(run).causes[0].where == "optimizer1"
 
 

@@ -128,12 +128,12 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
         numbers = f"{found.first:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
         if found.rose:
             # of two players, one may lose what the other wins
-            level = "note" if several else "problem"
-            yield _of(track, "loss_rising", level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
+            name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
+            yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
-            level = "note" if several else "warning"
-            yield _of(track, "loss_not_improving", level, f"the loss does not improve: {numbers}", suspects)
+            name, level = ("player_standing", "note") if several else ("loss_not_improving", "warning")
+            yield _of(track, name, level, f"the loss does not improve: {numbers}", suspects)
 
 
 def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
