@@ -74,6 +74,6 @@ def is_far_better(evidence: Evidence, start: float) -> Iterator[Verdict]:
         text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
         line = f"the loss along the step, followed further: {start:.4g} at 0, {text}"
         best = min(FAR, key=lambda share: losses[share])
-        fix = f"raise the learning rate: {lr:.1e} could be {lr * best / 3:.1e}"
-        numbers = {"lr_factor": best / 3}
+        fix = f"raise the learning rate tenfold at a time: {10 * lr:.1e} instead of {lr:.1e}, then further"
+        numbers = {"lr_factor": min(best / 3, 100.0)}
         yield confirmed("lr-too-low/tiny-steps", line, if_troubled=True, fix=fix, numbers=numbers)

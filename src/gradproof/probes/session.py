@@ -362,7 +362,6 @@ class Session:
             order="".join(step.order),
             depth=step.depth,
         )
-        self.losses.append(step.row.get("loss", math.nan))
         number = self.step
         self.step += 1
         self._batch += 1
@@ -415,6 +414,8 @@ class Session:
             self._open.depth = max(self._open.depth, PARAMETERS)
 
     def _row_written(self, row: dict[str, Any]) -> None:
+        if "loss" in row:
+            self.losses.append(row["loss"])
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
         if broken and self._nonfinite_step is None and not row.get("skipped"):
             self._saw_nonfinite()
