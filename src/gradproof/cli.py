@@ -56,6 +56,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--fix", metavar="NAME=VALUE", help="apply a fix from outside, e.g. lr=0.1 or zero_grad=1"
     )
+    parser.add_argument(
+        "--until", type=int, metavar="STEP", help="tape that one step, examine it, and end the script there"
+    )
     parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
     parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         examiner=None if args.no_experiments else Examination,
         fix=parse_fix(args.fix) if args.fix else None,
         stop_after=args.steps,
+        until=args.until,
     )
     if args.verify and outcome.rank == 0 and outcome.steps:
         verify(outcome, args, words)

@@ -117,6 +117,10 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
     family = id.partition("/")[0]
     cause = BY_FAMILY[family]
     level = min((symptom.level for symptom in seen), key=LEVELS.index)
+    fix = cause.advice(id)
+    step = next((symptom.step for symptom in seen if symptom.step is not None), None)
+    if id.endswith("/unlocated") and step is not None:  # the step was not taped: a second run can tape it
+        fix = f"`gradproof run --until {step} SCRIPT` tapes that step and names the operation; then {fix}"
     if any(symptom.name in PROOFS for symptom in seen):
         confidence = "proven"
     else:
@@ -127,9 +131,9 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
         level=level,
         confidence=confidence,
         evidence=tuple(str(symptom) for symptom in seen),
-        fix=cause.advice(id),
+        fix=fix,
         where=next((symptom.where for symptom in seen if symptom.where), None),
-        step=next((symptom.step for symptom in seen if symptom.step is not None), None),
+        step=step,
         title=cause.title,
     )
 

@@ -187,9 +187,7 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
             text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
-            yield _of(
-                track, "loss_spike", "note", text, ("lr-too-high/spike",), step
-            )
+            yield _of(track, "loss_spike", "note", text, ("lr-too-high/spike",), step)
 
 
 def clipped_always(run: Run) -> Iterator[Symptom]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Evidence:
     models: dict[str, nn.Module]  # by variable name; "" for the only one
     optimizers: list[torch.optim.Optimizer]
     losses: Sequence[float]  # of all steps so far
+    directory: Path | None = None  # of the run, for what is worth keeping
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key

@@ -38,7 +38,13 @@ class Examination:
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
         session = self._session
         evidence = Evidence(
-            tape, step, dict(session.names.roots), session.optimizers, session.losses, self._memory
+            tape=tape,
+            step=step,
+            models=dict(session.names.roots),
+            optimizers=session.optimizers,
+            losses=session.losses,
+            directory=None if self._writer.broken else self._writer.path,
+            memory=self._memory,
         )
         for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
             self._run(experiment, evidence)

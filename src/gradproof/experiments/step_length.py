@@ -30,7 +30,9 @@ class Probe:
     @property
     def best(self) -> float:
         """The share of the step at which this batch's loss is least."""
-        return min(SHARES, key=lambda share: self.losses[share] if math.isfinite(self.losses[share]) else math.inf)
+        return min(
+            SHARES, key=lambda share: self.losses[share] if math.isfinite(self.losses[share]) else math.inf
+        )
 
     def __str__(self) -> str:
         text = ", ".join(f"{self.losses[share]:.4g} at {share:g}" for share in SHARES)
@@ -57,7 +59,9 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         yield confirmed("lr-too-high/overshoot", *lines, if_troubled=True, fix=fix, numbers=numbers)
     elif not over:
         reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
-        yield excluded("lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}")
+        yield excluded(
+            "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
+        )
     if 0 <= start - probe.losses[1.0] < 1e-3 * abs(start):
         yield from is_far_better(evidence, start)
 

@@ -127,6 +127,7 @@ def run_program(
     examiner: Callable[[Session], Examine] | None = None,
     fix: tuple[str, float] | None = None,
     stop_after: int | None = None,
+    until: int | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
     from gradproof.probes.autoload import find_child_runs, handed_over
@@ -147,8 +148,8 @@ def run_program(
         on_row=None if quiet else show,
     )
     if examiner is not None:
-        session.taping = Taping(session.names, examiner(session))
-    session.stop_after = stop_after
+        session.taping = Taping(session.names, examiner(session), only=until)
+    session.stop_after = stop_after if until is None else until + 1
     with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
         if fix is not None:
             intervene(stack, *fix)

@@ -33,7 +33,8 @@ Examine = Callable[[Tape, int, bool], None]
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
-    def __init__(self, names: Names, examine: Examine) -> None:
+    def __init__(self, names: Names, examine: Examine, only: int | None = None) -> None:
+        self._only = only  # the one step that was asked for
         self._names = names
         self._examine = examine
         self._recorder: Recorder | None = None
@@ -54,7 +55,8 @@ class Taping:
         """A step begins: tape it or not."""
         self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
         self._step = step
-        if self.broken or compiled or self._recorder is not None or not self._affords(step):
+        left_alone = compiled and self._only is None
+        if self.broken or left_alone or self._recorder is not None or not self._affords(step):
             return
         self._recorder = Recorder(names=self._names.by_parameter())
         try:
@@ -104,11 +106,15 @@ class Taping:
     def _look(self, tape: Tape) -> None:
         state = torch.get_rng_state()  # examinations replay; whatever they do, training's random numbers stay
         try:
-            self._examine(tape, self._step, self._step in LANDMARKS or self.trouble)
+            self._examine(
+                tape, self._step, self._step in LANDMARKS or self.trouble or self._step == self._only
+            )
         finally:
             torch.set_rng_state(state)
 
     def _affords(self, step: int) -> bool:
+        if self._only is not None:
+            return step == self._only
         if step in PLAIN_STEPS and not self.trouble:
             return False
         elapsed = time.perf_counter() - self._began
