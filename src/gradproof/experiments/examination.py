@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from gradproof.experiments.activation import does_the_output_fit_the_loss
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.nonfinite import where_was_it_born
+from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.record.writer import RunWriter
 
@@ -21,7 +23,12 @@ Experiment = Callable[[Evidence], Iterator[Verdict]]
 
 # glances look at every taped step and must be quick; experiments run at landmarks and in trouble
 GLANCES: tuple[Experiment, ...] = (where_was_it_born,)
-EXPERIMENTS: tuple[Experiment, ...] = (is_the_gradient_right, is_the_step_too_long_or_short)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    is_the_gradient_right,
+    is_the_step_too_long_or_short,
+    do_shapes_meet,
+    does_the_output_fit_the_loss,
+)
 
 
 class Examination:

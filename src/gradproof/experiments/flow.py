@@ -1,0 +1,166 @@
+"""Where the network ends and the loss begins: which values the loss compares with which targets.
+
+The tail of a step are the operations behind the last one that used a weight; in it stand the comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from gradproof.tape.operations import Operation, Ref, Tape, references
+from gradproof.tape.replay import Player
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "alias", "clone", "contiguous", "_to_copy",
+    "slice", "select", "transpose", "permute", "t", "lift_fresh", "detach", "flatten",
+}  # fmt: skip
+KINDS = {
+    "nll_loss_forward": "class", "nll_loss2d_forward": "class", "mse_loss": "value", "l1_loss": "value",
+    "smooth_l1_loss": "value", "huber_loss": "value", "binary_cross_entropy": "binary",
+    "binary_cross_entropy_with_logits": "binary",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An operation of the loss that puts a prediction beside a target."""
+
+    operation: Operation
+    kind: str  # class, binary, value
+    prediction: int
+    target: int
+
+
+class Flow:
+    """The forward operations that lead to the loss, and where in them the weights end."""
+
+    def __init__(self, tape: Tape, forward: list[Operation]) -> None:
+        self.tape = tape
+        self.forward = forward
+
+    @cached_property
+    def towards_loss(self) -> set[int]:
+        found = set(self.tape.loss_slots)
+        for operation in reversed(self.forward):
+            if not found.isdisjoint((*operation.makes, *operation.writes)):
+                found.update(operation.reads)
+        return found
+
+    @cached_property
+    def operations(self) -> list[Operation]:
+        """Those that lead to the loss."""
+        return [op for op in self.forward if not self.towards_loss.isdisjoint((*op.makes, *op.writes))]
+
+    @cached_property
+    def tracked(self) -> set[int]:
+        """Slots that carry gradient."""
+        read = {ref.slot for op in self.forward for ref in references((op.args, op.kwargs)) if ref.tracked}
+        return read | set(self.tape.loss_slots)
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """Parameters and what is made of nothing but parameters."""
+        found = {slot.index for slot in self.tape.parameters}
+        for operation in self.forward:
+            reads = operation.reads
+            if reads and found.issuperset(reads):
+                found.update(operation.makes)
+        return found
+
+    @cached_property
+    def layers(self) -> list[Operation]:
+        """Operations of the loss's path in which weights meet anything else; a single number is no weight."""
+        slots = self.tape.slots
+        return [
+            op
+            for op in self.operations
+            if any(s in self.weights and _size(slots[s].shape) > 1 for s in op.reads)
+            and not self.weights.issuperset(op.reads)
+        ]
+
+    @cached_property
+    def tail(self) -> set[int]:
+        """Slots that carry gradient to the loss and meet no more weights on their way."""
+        layers = {op.index for op in self.layers}
+        body: set[int] = set()
+        for op in reversed(self.operations):
+            if op.index in layers or not body.isdisjoint((*op.makes, *op.writes)):
+                body.update(op.reads)
+        return (self.tracked & self.towards_loss) - body - self.weights
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        return [found for op in self.operations if (found := self._comparison(op)) is not None]
+
+    def _comparison(self, op: Operation) -> Comparison | None:
+        pair = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
+        if len(pair) != 2:
+            return None
+        first, second = pair
+        if op.name in KINDS:
+            swapped = first not in self.tracked and second in self.tracked
+            return Comparison(op, KINDS[op.name], *((second, first) if swapped else (first, second)))
+        if op.name not in ("sub", "rsub"):
+            return None
+        if second in self.tail and first not in self.tracked:
+            first, second = second, first
+        if first not in self.tail or second in self.tracked or second in self.weights:
+            return None
+        shapes = [self.tape.slots[slot].shape for slot in (first, second)]
+        if _size(shapes[1]) < 2 or squeezed(shapes[0]) != squeezed(shapes[1]):
+            return None  # the row maximum taken off a softmax, a mean
+        return Comparison(op, "value", first, second)
+
+    # -- walking -------------------------------------------------------------------------------------------------
+
+    def maker(self, slot: int) -> Operation | None:
+        made_by = self.tape.slots[slot].made_by
+        return None if made_by is None else self.tape.operations[made_by]
+
+    def behind(self, slot: int, names: Iterable[str]) -> int:
+        """The slot that some views and copies were made from."""
+        maker = self.maker(slot)
+        while maker is not None and maker.name in names and maker.args and isinstance(maker.args[0], Ref):
+            slot = maker.args[0].slot
+            maker = self.maker(slot)
+        return slot
+
+    def ancestors(self, slot: int) -> set[int]:
+        """Every slot a slot was made from, itself included."""
+        found = {slot}
+        for op in reversed(self.forward):
+            if not found.isdisjoint((*op.makes, *op.writes)):
+                found.update(op.reads)
+        return found
+
+    def values(self, slots: Iterable[int], leaves: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """What some slots held, replaying only the operations that they were made by."""
+        wanted = list(slots)
+        needed = set(wanted)
+        storages = {self.tape.slots[slot].storage for slot in wanted}
+        chosen = []
+        for op in reversed(self.forward):
+            writes = any(self.tape.slots[slot].storage in storages for slot in op.writes)
+            if writes or not needed.isdisjoint(op.makes):
+                chosen.append(op)
+                needed.update(op.reads)
+                storages.update(self.tape.slots[slot].storage for slot in op.reads)
+        player = Player(self.tape, None, leaves, keep=wanted)
+        player.play(chosen[::-1])
+        return player.replay.values
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its dimensions of one."""
+    return tuple(length for length in shape if length != 1)
