@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
-from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.future import does_it_see_the_future
 
@@ -85,12 +85,10 @@ def test_shift_before_the_loss():
     model = Transformer()
     text = torch.randint(0, VOCABULARY, (BATCH, TIME + 1))
 
-    def step(labels):
-        logits = model(text[:, :TIME])[:, :-1]
-        return lambda: F.cross_entropy(logits.flatten(0, 1), labels[:, 1:TIME].flatten())
-
     def make(labels):
-        return lambda: F.cross_entropy(model(text[:, :TIME])[:, :-1].flatten(0, 1), labels[:, 1:TIME].flatten())
+        return lambda: F.cross_entropy(
+            model(text[:, :TIME])[:, :-1].flatten(0, 1), labels[:, 1:TIME].flatten()
+        )
 
     right, wrong = evidence_of(model, make(text)), evidence_of(model, make(text[:, 1:]))
     assert excluded_families(do_targets_line_up, right) == ["data-target-misaligned"]
@@ -98,7 +96,9 @@ def test_shift_before_the_loss():
 
 
 def test_an_autoencoder_through_a_bottleneck_may_have_its_input_as_target():
-    model = nn.ModuleDict({"tok": nn.Embedding(VOCABULARY, WIDTH), "out": nn.Linear(WIDTH, TIME * VOCABULARY)})
+    model = nn.ModuleDict(
+        {"tok": nn.Embedding(VOCABULARY, WIDTH), "out": nn.Linear(WIDTH, TIME * VOCABULARY)}
+    )
     ids = torch.randint(0, VOCABULARY, (BATCH, TIME))
 
     def step():

@@ -77,6 +77,8 @@ def can_copy(grid: Grid) -> bool:
         return False
     change = found[1][0]
     before = float(change[:middle].max()) if middle else 0.0
-    others = float(change[change != change[middle]].median()) if bool((change != change[middle]).any()) else 0.0
+    others = (
+        float(change[change != change[middle]].median()) if bool((change != change[middle]).any()) else 0.0
+    )
     own = float(change[middle])
     return own > 0 and (before <= 1e-3 * own or own >= DIRECT * others)

@@ -12,7 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from gradproof.experiments.activation import does_the_output_fit_the_loss
+from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.shapes import do_shapes_meet
@@ -28,6 +30,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_step_too_long_or_short,
     do_shapes_meet,
     does_the_output_fit_the_loss,
+    do_targets_line_up,
+    does_it_see_the_future,
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.grids import Grid, find_grids
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.spread import find_first_spread
+from gradproof.experiments.spread import Confined, find_first_spread
 from gradproof.tape.operations import Operation
 
 MIXES_PLACES = {"view", "_unsafe_view", "reshape", "transpose", "permute"}
@@ -40,7 +40,7 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
     before, after = float(here[:position].max()), float(here[position + 1 :].max())
     if before > UNHEARD * most:
         confined = keeps_to_later_positions(grid, position)
-        yield sees(find_first_spread(evidence, {grid.token_slot: tokens}, confined), position, here)
+        yield sees(evidence, find_first_spread(evidence, {grid.token_slot: tokens}, confined), position, here)
         return
     yield excluded(
         "attention-mask-error",
@@ -57,14 +57,14 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
         )
 
 
-def sees(op: Operation | None, position: int, change: Tensor) -> Verdict:
+def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor) -> Verdict:
     later, earlier = float(change[position:].max()), float(change[:position].max())
     line = (
         f"changing token {position} changes predictions before it by {earlier:.2g} "
         f"(its own and later ones by {later:.2g}): the answer can be read off the input"
     )
     where = place_of(op.module, op.line) if op is not None else None
-    if op is not None and (op.name in MIXES_PLACES or _is_wrong_axis(op)):
+    if op is not None and (op.name in MIXES_PLACES or _is_wrong_axis(evidence, op)):
         return confirmed(
             f"axis-or-shape-error/{'softmax-axis' if op.name in SOFTMAXES else 'view-for-transpose'}",
             line,
@@ -84,11 +84,13 @@ def sees(op: Operation | None, position: int, change: Tensor) -> Verdict:
     )
 
 
-def _is_wrong_axis(op: Operation) -> bool:
-    return op.name in SOFTMAXES and op.args[1] != -1 and isinstance(op.args[1], int) and op.args[1] == -2
+def _is_wrong_axis(evidence: Evidence, op: Operation) -> bool:
+    """Of scores (…, queries, keys), a softmax over the queries."""
+    rank = len(evidence.slot(op.makes[0]).shape)
+    return op.name in SOFTMAXES and rank >= 2 and op.args[1] % rank == rank - 2
 
 
-def keeps_to_later_positions(grid: Grid, position: int):
+def keeps_to_later_positions(grid: Grid, position: int) -> Confined:
     """Whether some axis of time shows a change only from a position on."""
     rows, length = grid.tokens.shape
     lengths = {length, grid.targets.shape[1]}
@@ -96,18 +98,25 @@ def keeps_to_later_positions(grid: Grid, position: int):
     def confined(changed: Tensor) -> bool | None:
         known = False
         for dim, size in enumerate(changed.shape):
-            time = next((t for t in lengths if size % t == 0 and size in (t, rows * t)), None)
+            time = next((t for t in lengths if size in (t, rows * t)), None)
             if time is None:
                 continue
             known = True
-            others = [d for d in range(changed.dim()) if d != dim]
-            at = (changed.any(dim=others) if others else changed).nonzero().flatten()
+            at = _along(changed, [dim]).nonzero().flatten()
             places = (at % time, torch.div(at, size // time, rounding_mode="floor"))
             if any(int(place.min()) >= position for place in places):
                 return True
+        square = [dim for dim, size in enumerate(changed.shape) if size in lengths][-2:]
+        if len(square) == 2 and not bool(_along(changed, square)[:position, :position].any()):
+            return True  # scores of queries and keys: each entry hears its own two tokens
         return False if known else None
 
     return confined
+
+
+def _along(changed: Tensor, dims: list[int]) -> Tensor:
+    others = [dim for dim in range(changed.dim()) if dim not in dims]
+    return changed.any(dim=others) if others else changed
 
 
 def _remembers(evidence: Evidence) -> bool:
