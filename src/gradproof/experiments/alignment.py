@@ -35,7 +35,8 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
 
 def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
     exact = [lag for lag in LAGS if shares[lag] >= EXACT]
-    where = place_of("", grid.comparison.operation.line)
+    line_of = grid.evidence.flow.origin(grid.comparison.target) or grid.comparison.operation.line
+    where = place_of("", line_of)
     text = ", ".join(f"{100 * shares[lag]:.0f} % at {lag:+d}" for lag in LAGS)
     line = f"targets that equal the input token so many positions ahead: {text}"
     whole = float(grid.valid.double().mean()) > 0.95

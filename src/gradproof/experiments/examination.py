@@ -17,8 +17,10 @@ from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.nonfinite import where_was_it_born
+from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
+from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
@@ -32,6 +34,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_the_output_fit_the_loss,
     do_targets_line_up,
     does_it_see_the_future,
+    is_a_view_in_place_of_a_transpose,
+    are_samples_independent,
 )
 
 

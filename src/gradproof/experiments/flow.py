@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from gradproof.tape.operations import Operation, Ref, Tape, references
+from gradproof.tape.operations import Line, Operation, Ref, Tape, references
 from gradproof.tape.replay import Player
 
 VIEWS = {
@@ -128,6 +128,15 @@ class Flow:
             slot = maker.args[0].slot
             maker = self.maker(slot)
         return slot
+
+    def origin(self, slot: int) -> Line | None:
+        """The line at which a batch was cut out of its data: the first on the way from the leaf."""
+        line = None
+        maker = self.maker(slot)
+        while maker is not None:
+            line = maker.line or line
+            maker = self.maker(maker.reads[0]) if maker.reads else None
+        return line
 
     def ancestors(self, slot: int) -> set[int]:
         """Every slot a slot was made from, itself included."""

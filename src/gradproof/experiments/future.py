@@ -44,7 +44,7 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
         return
     yield excluded(
         "attention-mask-error",
-        f"changing token {position} leaves every earlier prediction as it was (at most {before:.1e}, itself {most:.1e})",
+        f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
     )
     if after <= 1e-9 * most and evidence.step >= 3 and _remembers(evidence):
         where = next((op for op in evidence.flow.operations if _is_memory(op)), None)

@@ -24,7 +24,7 @@ def do_shapes_meet(evidence: Evidence) -> Iterator[Verdict]:
                 f"{op.name} of {list(first)} and {list(second)} gives {[count, count]}: "
                 f"each of {count} predictions meets all {count} targets"
             )
-            column = list(max(first, second, key=len))
+            column = list(first if len(first) > len(second) else second)
             fix = f"give both the shape [{count}], for example with .squeeze(-1) on the {column}"
             yield confirmed(
                 "axis-or-shape-error/broadcast-into-the-loss",
