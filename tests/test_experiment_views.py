@@ -54,10 +54,9 @@ def test_a_hidden_state_viewed_instead_of_transposed():
     assert not confirmed_ids(is_a_view_in_place_of_a_transpose, right)
 
 
-def test_torch_attention_is_silent():
-    for batch_first in (True, False):
-        model = nn.MultiheadAttention(8, 2, batch_first=batch_first)
-        x = torch.randn(2, 5, 8, requires_grad=True)
-        assert not confirmed_ids(
-            is_a_view_in_place_of_a_transpose, evidence_of(model, lambda: model(x, x, x)[0].pow(2).mean())
-        )
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_attention_is_silent(batch_first):
+    model = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    evidence = evidence_of(model, lambda: model(x, x, x)[0].pow(2).mean())
+    assert not confirmed_ids(is_a_view_in_place_of_a_transpose, evidence)

@@ -13,10 +13,12 @@ from typing import Any
 
 from gradproof.experiments.activation import does_the_output_fit_the_loss
 from gradproof.experiments.alignment import do_targets_line_up
+from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.nonfinite import where_was_it_born
+from gradproof.experiments.positions import which_positions_count
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
@@ -36,6 +38,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
     are_samples_independent,
+    where_does_attention_look,
+    which_positions_count,
 )
 
 

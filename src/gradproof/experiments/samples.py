@@ -28,7 +28,7 @@ WALK = VIEWS | {"clamp_min", "clamp", "add", "sqrt", "div", "mul", "rsqrt", "exp
 
 
 def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
-    """BatchNorm and losses over pairs couple samples by design; a softmax, norm or recurrence over the batch does not."""
+    """BatchNorm and losses over pairs couple samples by design; a softmax or a recurrence over the batch is a mistake."""
     flow = evidence.flow
     predictions = list(dict.fromkeys(c.prediction for c in flow.comparisons))
     if not predictions or any(op.name in BATCH_NORMS and _is_training(op) for op in flow.operations):
