@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from gradproof.tape.operations import Line, Operation, Ref, Tape, references
+from gradproof.tape.operations import Line, ModuleCall, Operation, Ref, Tape, references
 from gradproof.tape.replay import Player
 
 VIEWS = {
@@ -83,14 +83,33 @@ class Flow:
         ]
 
     @cached_property
+    def body(self) -> set[int]:
+        """Slots that lead to a layer."""
+        layers = {op.index for op in self.layers}
+        found: set[int] = set()
+        for op in reversed(self.operations):
+            if op.index in layers or not found.isdisjoint((*op.makes, *op.writes)):
+                found.update(op.reads)
+        return found
+
+    @cached_property
     def tail(self) -> set[int]:
         """Slots that carry gradient to the loss and meet no more weights on their way."""
-        layers = {op.index for op in self.layers}
-        body: set[int] = set()
-        for op in reversed(self.operations):
-            if op.index in layers or not body.isdisjoint((*op.makes, *op.writes)):
-                body.update(op.reads)
-        return (self.tracked & self.towards_loss) - body - self.weights
+        return (self.tracked & self.towards_loss) - self.body - self.weights
+
+    @cached_property
+    def inputs(self) -> list[int]:
+        """The batch as the network is given it: what outermost modules are called with, or what layers read first."""
+        outer: list[ModuleCall] = []
+        for call in self.tape.modules:
+            if not any(other.first <= call.first and call.last <= other.last for other in outer):
+                outer.append(call)
+        given = [slot for call in outer for slot in call.inputs]
+        given = given if not self.body.isdisjoint(given) else [s for op in self.layers for s in op.reads]
+        inner = self.tracked | self.weights
+        return [
+            s for s in dict.fromkeys(given) if s in self.body and s not in inner and self.tape.slots[s].shape
+        ]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:

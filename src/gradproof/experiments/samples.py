@@ -11,7 +11,7 @@ from gradproof.experiments.flow import VIEWS, Flow
 from gradproof.experiments.grids import find_grids
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.spread import Confined, find_first_spread, has_changed
-from gradproof.tape.operations import ModuleCall, Operation
+from gradproof.tape.operations import Operation
 
 FAMILY = "axis-or-shape-error"
 BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "batch_norm_update_stats")
@@ -28,7 +28,7 @@ WALK = VIEWS | {"clamp_min", "clamp", "add", "sqrt", "div", "mul", "rsqrt", "exp
 
 
 def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
-    """BatchNorm and losses over pairs couple samples by design; a softmax or a recurrence over the batch is a mistake."""
+    """BatchNorm and losses over pairs couple samples by design; a softmax over the batch is a mistake."""
     flow = evidence.flow
     predictions = list(dict.fromkeys(c.prediction for c in flow.comparisons))
     if not predictions or any(op.name in BATCH_NORMS and _is_training(op) for op in flow.operations):
@@ -102,26 +102,16 @@ def likely_axes(evidence: Evidence, prediction: int) -> list[int]:
     for grid in find_grids(evidence):
         if grid.share_at(1) >= 0.98:
             return [1 if grid.time_first else 0]
-    rows = evidence.slot(prediction).shape[0] if evidence.slot(prediction).shape else 0
-    shapes = [evidence.slot(slot).shape for slot in model_inputs(evidence)]
+    shape = evidence.slot(prediction).shape
+    rows = shape[0] if shape else 0
+    shapes = [evidence.slot(slot).shape for slot in evidence.flow.inputs]
     exact = [axis for axis in (0, 1) if any(len(s) > axis and s[axis] == rows for s in shapes)]
     return exact[:1] if len(exact) == 1 else [0, 1]
 
 
-def model_inputs(evidence: Evidence) -> list[int]:
-    """What is handed to the outermost modules on the way to the loss."""
-    flow = evidence.flow
-    outer: list[ModuleCall] = []
-    for call in evidence.tape.modules:
-        if not any(other.first <= call.first and call.last <= other.last for other in outer):
-            outer.append(call)
-    slots = [slot for call in outer for slot in call.inputs if slot in flow.towards_loss]
-    return [s for s in dict.fromkeys(slots) if s not in flow.tracked and s not in flow.weights]
-
-
 def change_one_sample(evidence: Evidence, axis: int) -> tuple[dict[int, Tensor], int] | None:
     """The inputs with the first sample replaced by another of the same batch."""
-    slots = [s for s in model_inputs(evidence) if len(evidence.slot(s).shape) > axis]
+    slots = [s for s in evidence.flow.inputs if len(evidence.slot(s).shape) > axis]
     if not slots:
         return None
     count = evidence.slot(slots[0]).shape[axis]
