@@ -9,6 +9,7 @@ from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
 from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.grids import find_grids
 from gradproof.experiments.positions import which_positions_count
 
 PAD, MASK, END, VOCABULARY, LENGTH, ROWS, WIDTH = 0, 1, 2, 15, 12, 16, 16
@@ -111,3 +112,19 @@ def test_masked_language_model():
     assert not confirmed_ids(which_positions_count, right)
     assert confirmed_ids(which_positions_count, inverted) == ["loss-mask-error/inverted"]
     assert confirmed_ids(which_positions_count, filled) == ["loss-mask-error/padding-counts"]
+
+
+def test_a_batch_padded_in_the_step():
+    """pad_sequence fills its result in place: the tokens are those that the embedding read."""
+    rows = [row[row != PAD] for row in padded()]
+    model = Encoder("inverted")
+
+    def make_loss():
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten(), ignore_index=PAD)
+
+    evidence = evidence_of(model, make_loss)
+    found = confirmed_ids(where_does_attention_look, evidence)
+    assert found == ["attention-mask-error/only-padding-attended"]
+    (grid, *_) = find_grids(evidence)
+    assert float(grid.perturb(0, 1)[1].max()) > 0

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.grids import Grid, find_grids
-from gradproof.experiments.nonfinite import place_of
 
 LAGS = range(-3, 4)
 EXACT = 0.98  # of the targets are the token at that lag
@@ -35,8 +34,7 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
 
 def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
     exact = [lag for lag in LAGS if shares[lag] >= EXACT]
-    line_of = grid.evidence.flow.origin(grid.comparison.target) or grid.comparison.operation.line
-    where = place_of("", line_of)
+    where = grid.evidence.flow.origin(grid.comparison.target, grid.comparison.operation.line)
     text = ", ".join(f"{100 * shares[lag]:.0f} % at {lag:+d}" for lag in LAGS)
     line = f"targets that equal the input token so many positions ahead: {text}"
     whole = float(grid.valid.double().mean()) > 0.95

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.flow import place_of_data
 from gradproof.tape.operations import Line
 
 FAMILY = "data-order-or-sampling"
@@ -29,7 +30,7 @@ class Batch:
     prints: np.ndarray  # one number a sample
     width: int  # entries of a sample
     source: int  # entries of the largest tensor that the batch was cut from; 0 when it came whole
-    line: Line | None
+    where: str | None
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
@@ -119,7 +120,7 @@ def is_the_generator_seeded_anew(batches: list[Batch]) -> Verdict | None:
                 f"{FAMILY}/seeded-every-step",
                 f"{key.split()[0]} at {Path(line.file).name}:{line.number} drew the same numbers at each of "
                 f"{len(seen)} taped steps (the last: {recent[-1].step})",
-                where=place_of("", _seeding_line(line) or line),
+                where=place_of_data(_seeding_line(line) or line),
                 fix="seed once before training, not inside the loop",
                 lasting=True,
             )
@@ -146,17 +147,17 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
         return confirmed(
             f"{FAMILY}/same-batch",
             f"the same {size} samples at each of {len(batches)} taped steps, cut from data that holds {held}",
-            where=place_of("", batches[-1].line),
+            where=batches[-1].where,
             fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
             lasting=True,
         )
-    pairs = [(a, b) for a, b in zip(batches, batches[1:], strict=False) if b.step == a.step + 1]
+    pairs = [(a, b) for a, b in pairwise(batches) if b.step == a.step + 1]
     twice = [b.step for a, b in pairs if tuple(sorted(a.prints)) == tuple(sorted(b.prints))]
     if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs):
         return confirmed(
             f"{FAMILY}/batches-repeated",
             f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
-            where=place_of("", batches[-1].line),
+            where=batches[-1].where,
             fix="give each worker its own seed and its own share of the data",
             lasting=True,
         )
@@ -171,7 +172,7 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
             f"{FAMILY}/few-samples",
             f"{len(drawn)} samples were drawn in {len(batches)} taped steps, but only {distinct} different ones, "
             f"from data of {last.source} entries ({last.width} a sample)",
-            where=place_of("", last.line),
+            where=last.where,
             fix="draw from the whole range of the data",
             lasting=True,
         )
@@ -201,17 +202,17 @@ def are_labels_mixed(batches: list[Batch]) -> Verdict | None:
         return confirmed(
             f"{FAMILY}/one-class",
             f"all {len(labels)} labels of {len(known)} taped batches are {values[0]}, of {classes} classes",
-            where=place_of("", known[-1].line),
+            where=known[-1].where,
             if_troubled=True,
             confidence="likely",
         )
     told = share_told(labels, steps)
-    line = f"the batch tells {100 * told:.0f} % of a label's entropy ({len(known)} taped batches, {len(values)} classes)"
+    line = f"the batch tells {100 * told:.0f} % of a label's entropy ({len(known)} batches, {len(values)} classes)"
     if told > 0.5:
         return confirmed(
             f"{FAMILY}/sorted-by-class",
             line,
-            where=place_of("", known[-1].line),
+            where=known[-1].where,
             fix="shuffle: DataLoader(..., shuffle=True), or a permutation of all rows before they are cut",
             lasting=True,
         )
@@ -232,9 +233,9 @@ def _do_inputs_come_in_order(batches: list[Batch]) -> Verdict | None:
         return None
     return confirmed(
         f"{FAMILY}/not-shuffled",
-        f"the inputs come in order: their mean goes from {means[0]:.4g} to {means[-1]:.4g} over {len(means)} taped batches, "
+        f"the inputs come in order: their mean goes from {means[0]:.4g} to {means[-1]:.4g} over {len(means)} batches, "
         f"within a batch they vary by {100 * inside / total:.1f} % of the whole variance",
-        where=place_of("", batches[-1].line),
+        where=batches[-1].where,
         fix="shuffle the rows before they are cut into batches",
         level="warning",
         confidence="likely",

@@ -5,7 +5,7 @@ The tail of a step are the operations behind the last one that used a weight; in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ VIEWS = {
     "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "alias", "clone", "contiguous", "_to_copy",
     "slice", "select", "transpose", "permute", "t", "lift_fresh", "detach", "flatten",
 }  # fmt: skip
+ALIASES = VIEWS - {"clone", "contiguous", "_to_copy"}
 KINDS = {
     "nll_loss_forward": "class", "nll_loss2d_forward": "class", "mse_loss": "value", "l1_loss": "value",
     "smooth_l1_loss": "value", "huber_loss": "value", "binary_cross_entropy": "binary",
@@ -148,14 +149,20 @@ class Flow:
             maker = self.maker(slot)
         return slot
 
-    def origin(self, slot: int) -> Line | None:
-        """The line at which a batch was cut out of its data: the first on the way from the leaf."""
-        line = None
+    def origin(self, slot: int, besides: Line | None = None) -> str | None:
+        """Where a batch was cut out of its data (not at the line `besides`): `get_batch (train.py:40)`."""
         maker = self.maker(slot)
         while maker is not None:
-            line = maker.line or line
+            chosen = (
+                self.maker(maker.reads[1])
+                if maker.name.startswith("index") and len(maker.reads) > 1
+                else None
+            )
+            for op in (chosen, maker):
+                if op is not None and op.line is not None and op.line != besides:
+                    return place_of_data(op.line)
             maker = self.maker(maker.reads[0]) if maker.reads else None
-        return line
+        return place_of_data(besides) if besides is not None else None
 
     def ancestors(self, slot: int) -> set[int]:
         """Every slot a slot was made from, itself included."""
@@ -165,21 +172,62 @@ class Flow:
                 found.update(op.reads)
         return found
 
-    def values(self, slots: Iterable[int], leaves: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
-        """What some slots held, replaying only the operations that they were made by."""
+    def written_until(self, slot: int) -> int | None:
+        """The operation that last wrote into a slot's memory before anybody read it, as in filling a padded batch."""
+        storage, last = self.tape.slots[slot].storage, None
+        for op in self.forward:
+            if any(self.tape.slots[s].storage == storage for s in op.writes):
+                last = op.index
+            elif slot in op.reads and op.name not in ALIASES:
+                break
+        return last
+
+    def play(
+        self,
+        operations: list[Operation],
+        leaves: Mapping[int, Tensor] | None = None,
+        keep: Iterable[int] = (),
+        after: Callable[[Player, Operation], None] | None = None,
+    ) -> Player:
+        """Some operations again, with other values in some slots, put there when they would be complete."""
+        leaves = leaves or {}
+        late = {slot: at for slot in leaves if (at := self.written_until(slot)) is not None}
+        early = {slot: value for slot, value in leaves.items() if slot not in late}
+        player = Player(self.tape, None, early, keep=keep)
+
+        def before(player: Player, op: Operation) -> None:
+            for slot in [slot for slot, at in late.items() if op.index > at]:
+                player.env[slot] = leaves[slot].clone()
+                del late[slot]
+
+        player.play(operations, before=before, after=after)
+        return player
+
+    def outcome(self, slots: Iterable[int], leaves: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """What some slots hold after the whole forward pass, with other values in some slots."""
+        return self.play(self.forward, leaves, keep=slots).replay.values
+
+    def values(self, slots: Iterable[int], leaves: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """What some slots held when they were first read, replaying only the operations that they were made by."""
         wanted = list(slots)
+        ends = {slot: at for slot in wanted if (at := self.written_until(slot)) is not None}
         needed = set(wanted)
-        storages = {self.tape.slots[slot].storage for slot in wanted}
+        storages = {self.tape.slots[slot].storage: at for slot, at in ends.items()}
         chosen = []
         for op in reversed(self.forward):
-            writes = any(self.tape.slots[slot].storage in storages for slot in op.writes)
+            writes = any(op.index <= storages.get(self.tape.slots[slot].storage, -1) for slot in op.writes)
             if writes or not needed.isdisjoint(op.makes):
                 chosen.append(op)
                 needed.update(op.reads)
-                storages.update(self.tape.slots[slot].storage for slot in op.reads)
-        player = Player(self.tape, None, leaves, keep=wanted)
-        player.play(chosen[::-1])
-        return player.replay.values
+                for slot in op.reads:
+                    storages.setdefault(self.tape.slots[slot].storage, op.index)
+        found: dict[int, Tensor] = {}
+
+        def hold(player: Player, op: Operation) -> None:
+            found.update({slot: player.env[slot] for slot in op.makes if slot in ends and slot in player.env})
+
+        player = self.play(chosen[::-1], leaves, keep=wanted, after=hold)
+        return {**player.replay.values, **found}
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -192,3 +240,9 @@ def _size(shape: tuple[int, ...]) -> int:
 def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape without its dimensions of one."""
     return tuple(length for length in shape if length != 1)
+
+
+def place_of_data(line: Line) -> str:
+    """Of data, the function it is made in says more than a module."""
+    place = f"{line.file.rsplit('/', 1)[-1]}:{line.number}"
+    return place if line.function.startswith("<") else f"{line.function} ({place})"

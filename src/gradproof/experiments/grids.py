@@ -65,8 +65,8 @@ class Grid:
         tokens[row, position] = torch.mode(others).values
         changed = tokens.T.contiguous() if self.time_first else tokens
         slot = self.comparison.prediction
-        before = self.evidence.values([slot]).get(slot)
-        after = self.evidence.values([slot], {self.token_slot: changed}).get(slot)
+        before = self.evidence.flow.outcome([slot]).get(slot)
+        after = self.evidence.flow.outcome([slot], {self.token_slot: changed}).get(slot)
         if before is None or after is None:
             return None
         change = (after.double() - before.double()).abs()

@@ -39,12 +39,11 @@ def verdict_on(grid: Grid, pad: int | None, counts: Tensor) -> Iterator[Verdict]
     tokens = grid.tokens[:, :length]
     hidden = masked_token(tokens, counts)
     if hidden is not None and float(((grid.targets == tokens) & counts).sum()) >= 0.98 * float(counts.sum()):
-        origin = grid.evidence.flow.origin(grid.comparison.target)
         yield confirmed(
             f"{FAMILY}/inverted",
             f"the positions replaced by token {hidden} are the only ones that do not count; "
             "everywhere else the target is the input itself",
-            where=place_of("", origin or grid.comparison.operation.line),
+            where=grid.evidence.flow.origin(grid.comparison.target, grid.comparison.operation.line),
             fix="let the masked positions count and ignore the others",
             lasting=True,
         )

@@ -40,7 +40,7 @@ def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
             continue
         leaves, count = change
         confined = keeps_to_one_sample(count)
-        before, after = evidence.values(predictions), evidence.values(predictions, leaves)
+        before, after = flow.outcome(predictions), flow.outcome(predictions, leaves)
         kept = [confined(has_changed(before[s], after[s])) for s in predictions if s in before and s in after]
         if not kept or None in kept:
             continue

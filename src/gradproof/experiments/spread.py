@@ -43,8 +43,8 @@ def find_first_spread(evidence: Evidence, leaves: dict[int, Tensor], confined: C
                 first.append(op)
 
     operations = flow.operations
-    Player(evidence.tape, None, None).play(operations, after=keep)
-    Player(evidence.tape, None, leaves).play(operations, after=compare)
+    flow.play(operations, after=keep)
+    flow.play(operations, leaves, after=compare)
     return first[0] if first else None
 
 

@@ -90,7 +90,7 @@ def _verdict_on_rows(flow: Flow, comparison: Comparison, a: Tensor, b: Tensor) -
     return confirmed(
         f"{FAMILY}/rows-of-another-batch",
         f"{100 * wrong:.0f} % of the targets are taken from another row than their input: rows {pairs}, …",
-        where=place_of("", flow.origin(comparison.target) or comparison.operation.line),
+        where=flow.origin(comparison.target),
         fix="index inputs and targets with the same rows",
         lasting=True,
     )
@@ -139,7 +139,7 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
                 f"{FAMILY}/target-in-the-input",
                 f"column {same[0]} of the {columns.shape[1]} inputs equals the target in all {len(columns)} samples: "
                 "the answer is given with the question",
-                where=place_of("", flow.origin(target) or comparison.operation.line),
+                where=flow.origin(target, comparison.operation.line),
                 fix="take the target from behind the window, or its column out of the inputs",
                 lasting=True,
             )
@@ -147,7 +147,7 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
 
 
 def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
-    """Samples that resemble each other should have similar targets; if not, and nothing is learned, suspect the pairs."""
+    """Similar samples should have similar targets; if not, and nothing is learned, suspect the pairs."""
     flow = evidence.flow
     comparison = next((c for c in flow.comparisons if c.kind in ("class", "value")), None)
     slot = next((s for s in flow.inputs if evidence.slot(s).dtype.is_floating_point), None)
@@ -176,7 +176,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
                 f"{FAMILY}/targets-independent-of-inputs",
                 text,
                 f"after {evidence.step} steps the predictions explain {100 * max(learned, 0):.1f} % of the targets",
-                where=place_of("", flow.origin(comparison.target)),
+                where=flow.origin(comparison.target, comparison.operation.line),
                 fix="check that inputs and targets are shuffled together, and print a batch side by side",
                 if_troubled=True,
                 confidence="likely",
