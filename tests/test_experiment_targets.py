@@ -20,6 +20,8 @@ def test_rows_of_another_batch():
     ]
     assert excluded_families(do_targets_belong_to_inputs, right)[0] == "data-target-misaligned"
     assert not confirmed_ids(do_targets_belong_to_inputs, right)
+    chosen = evidence_of(model, lambda: F.cross_entropy(model(X[order[:30]]), Y[order[:30]]))
+    assert not confirmed_ids(do_targets_belong_to_inputs, chosen)
 
 
 def test_noise_that_nobody_has_seen():

@@ -19,6 +19,7 @@ from gradproof.tape.operations import Line
 FAMILY = "data-order-or-sampling"
 MOST = 64  # steps remembered
 COLUMNS = 4096  # of a sample that its fingerprint looks at
+LOOK_AT = 20_000  # rows of the data that are counted
 ENOUGH = 5  # batches before anything is said
 
 
@@ -28,8 +29,7 @@ class Batch:
 
     step: int
     prints: np.ndarray  # one number a sample
-    width: int  # entries of a sample
-    source: int  # entries of the largest tensor that the batch was cut from; 0 when it came whole
+    held: int  # different samples in the data that the batch was cut from; 0 when it came whole
     where: str | None
     labels: np.ndarray | None = None
     classes: int = 0
@@ -65,19 +65,18 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
         return None
     slot = max(flow.inputs, key=lambda s: math.prod(evidence.slot(s).shape))
     found = next((c for c in flow.comparisons if evidence.slot(c.target).shape), None)
-    values = flow.values([slot] if found is None else [slot, found.target])
+    size = evidence.slot(slot).shape[0]
+    slots = [slot, *(s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size)]
+    values = flow.values(slots if found is None else [*slots, found.target])
     if slot not in values or values[slot].shape[0] < 1:
         return None
     value = values[slot]
-    ancestors = flow.ancestors(slot)
-    cut = [math.prod(leaf.shape) for leaf in evidence.tape.inputs if leaf.index in ancestors]
-    batch = Batch(
-        evidence.step,
-        fingerprints(value),
-        math.prod(value.shape[1:]),
-        max(cut, default=0) if evidence.slot(slot).made_by is not None else 0,
-        flow.origin(slot),
-    )
+    known: list[Batch] = evidence.memory["batches"]
+    held = known[-1].held if known else count_samples(evidence, slot)
+    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot))
+    for other in values.values():
+        if other is not value and other.dim() and other.numel() % len(value) == 0:
+            batch.prints = batch.prints + math.pi * fingerprints(other.reshape(len(value), -1))
     if value.dim() == 1 and not value.is_floating_point():
         batch.ids = value.double().cpu().numpy()
     if found is not None and found.target in values:
@@ -88,6 +87,27 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
+
+
+def count_samples(evidence: Evidence, slot: int) -> int:
+    """Different samples in the largest tensor that a batch was cut from: its rows, or windows of a series."""
+    flow = evidence.flow
+    if evidence.slot(slot).made_by is None:
+        return 0
+    behind, shape = flow.ancestors(slot), evidence.slot(slot).shape
+    leaves = [leaf for leaf in evidence.tape.inputs if leaf.index in behind and leaf.shape]
+    rows = [leaf for leaf in leaves if leaf.shape[1:] == shape[1:] and leaf.shape[0] > shape[0]]
+    series = [
+        leaf for leaf in leaves if len(leaf.shape) == 1 and len(shape) == 2 and leaf.shape[0] > 2 * shape[1]
+    ]
+    if rows:
+        value = evidence.tape.leaf_value(max(rows, key=lambda leaf: leaf.shape[0]).index)
+    elif series:
+        value = evidence.tape.leaf_value(max(series, key=lambda leaf: leaf.shape[0]).index)
+        value = value[: len(value) // shape[1] * shape[1]].reshape(-1, shape[1])
+    else:
+        return 0
+    return len(np.unique(fingerprints(value[:LOOK_AT])))
 
 
 def fingerprints(value: Tensor) -> np.ndarray:
@@ -141,12 +161,12 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
     sets = [tuple(sorted(batch.prints)) for batch in batches]
     size = len(batches[-1].prints)
     if len(set(sets)) == 1:
-        held = batches[-1].source // max(1, batches[-1].width)
-        if held < 2 * size:
+        held = batches[-1].held
+        if held < 2 * len(set(sets[0])):
             return None  # all the data there is, for all that is known
         return confirmed(
             f"{FAMILY}/same-batch",
-            f"the same {size} samples at each of {len(batches)} taped steps, cut from data that holds {held}",
+            f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
             where=batches[-1].where,
             fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
             lasting=True,
@@ -167,11 +187,11 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
 def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
     drawn = np.concatenate([batch.prints for batch in batches])
     distinct, size, last = len(np.unique(drawn)), len(batches[-1].prints), batches[-1]
-    if last.source and last.source >= 4 * distinct * last.width and distinct <= 2 * size and size > 1:
+    if last.held >= 4 * distinct and distinct <= 2 * size and size > 1:
         return confirmed(
             f"{FAMILY}/few-samples",
             f"{len(drawn)} samples were drawn in {len(batches)} taped steps, but only {distinct} different ones, "
-            f"from data of {last.source} entries ({last.width} a sample)",
+            f"from data with {last.held}",
             where=last.where,
             fix="draw from the whole range of the data",
             lasting=True,

@@ -97,10 +97,17 @@ def _verdict_on_rows(flow: Flow, comparison: Comparison, a: Tensor, b: Tensor) -
 
 
 def _data_behind(flow: Flow, slot: int) -> list[int]:
-    """The leaves that a batch was cut from, row by row."""
-    behind = flow.ancestors(slot)
-    size = flow.tape.slots[slot].shape[0]
-    leaves = [leaf for leaf in flow.tape.inputs if leaf.index in behind and leaf.index != slot]
+    """The leaves that a batch was cut from, row by row; not those that said which rows."""
+    waiting, seen = [slot], {slot}
+    while waiting:
+        maker = flow.maker(waiting.pop())
+        if maker is None:
+            continue
+        reads = maker.reads[:1] if maker.name.startswith(("index", "gather", "take")) else maker.reads
+        waiting += [read for read in reads if read not in seen]
+        seen.update(reads)
+    size = (*flow.tape.slots[slot].shape, 1)[0]
+    leaves = [leaf for leaf in flow.tape.inputs if leaf.index in seen and leaf.index != slot]
     return [leaf.index for leaf in leaves if leaf.shape and leaf.shape[0] > size]
 
 
