@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradproof.experiments.flow import Flow
 from gradproof.tape.operations import Operation, Slot, Tape
 from gradproof.tape.replay import Replay, replay_exactly, replay_forward
 from gradproof.tape.roles import Roles, find_roles
@@ -72,6 +73,11 @@ class Evidence:
     @cached_property
     def roles(self) -> Roles:
         return find_roles(self.tape)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """Where the network ends and the loss begins."""
+        return Flow(self.tape, self.forward)
 
     @cached_property
     def shadow(self) -> Shadow:

@@ -11,17 +11,48 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from gradproof.experiments.accumulation import do_micro_batches_add_up
+from gradproof.experiments.activation import does_the_output_fit_the_loss
+from gradproof.experiments.alignment import do_targets_line_up
+from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.nonfinite import where_was_it_born
+from gradproof.experiments.positions import which_positions_count
+from gradproof.experiments.samples import are_samples_independent
+from gradproof.experiments.scale import are_numbers_of_a_fitting_size
+from gradproof.experiments.shapes import do_shapes_meet
+from gradproof.experiments.start import where_does_the_loss_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
+from gradproof.experiments.targets import do_targets_belong_to_inputs
+from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
 # glances look at every taped step and must be quick; experiments run at landmarks and in trouble
-GLANCES: tuple[Experiment, ...] = (where_was_it_born,)
-EXPERIMENTS: tuple[Experiment, ...] = (is_the_gradient_right, is_the_step_too_long_or_short)
+GLANCES: tuple[Experiment, ...] = (where_was_it_born, do_batches_differ)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    is_the_gradient_right,
+    is_the_step_too_long_or_short,
+    do_shapes_meet,
+    does_the_output_fit_the_loss,
+    do_targets_line_up,
+    do_targets_belong_to_inputs,
+    does_it_see_the_future,
+    is_a_view_in_place_of_a_transpose,
+    are_samples_independent,
+    where_does_attention_look,
+    which_positions_count,
+    is_the_loss_the_right_way_up,
+    are_terms_weighed_alike,
+    do_micro_batches_add_up,
+    are_numbers_of_a_fitting_size,
+    where_does_the_loss_start,
+)
 
 
 class Examination:
