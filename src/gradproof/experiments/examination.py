@@ -30,7 +30,7 @@ class Examination:
     def __init__(self, session: Any) -> None:
         self._session = session
         self._writer: RunWriter = session.writer
-        self._memory: dict[str, Any] = {}
+        self._memory: dict[str, Any] = {"facts": session.facts}
         self._said: dict[tuple[str, str], dict[str, Any]] = {}
         self._failed: set[str] = set()
         self.seconds: dict[str, float] = {}

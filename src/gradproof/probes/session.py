@@ -151,6 +151,7 @@ class Session:
         self._in_flight: deque[tuple[OpenStep, int]] = deque()
         self._last_sampled = 0.0
         self.losses: list[float] = []
+        self.facts: dict[str, Any] = {}  # plain data that listeners gather: modes, loads, clips
         self.taping: Taping | None = None
         self._step_has_turned = False
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
@@ -630,7 +631,11 @@ class Session:
         self._close_guarded()
         self.alive = False
         self.writer.set_info(
-            cost=self.cost(), events_seen=self.counts, ended=time.time(), failure=self.failure
+            cost=self.cost(),
+            events_seen=self.counts,
+            facts={name: value for name, value in self.facts.items() if not name.startswith("_")},
+            ended=time.time(),
+            failure=self.failure,
         )
         self.writer.close()
 
