@@ -11,17 +11,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.gradient import is_the_gradient_right
+from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
+from gradproof.experiments.owners import does_the_optimizer_hold_everything
+from gradproof.experiments.start import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.record.writer import RunWriter
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
 # glances look at every taped step and must be quick; experiments run at landmarks and in trouble
-GLANCES: tuple[Experiment, ...] = (where_was_it_born,)
-EXPERIMENTS: tuple[Experiment, ...] = (is_the_gradient_right, is_the_step_too_long_or_short)
+GLANCES: tuple[Experiment, ...] = (where_was_it_born, is_it_in_train_mode)
+EXPERIMENTS: tuple[Experiment, ...] = (
+    is_the_gradient_right,
+    is_the_step_too_long_or_short,
+    does_the_optimizer_hold_everything,
+    is_a_path_cut,
+    are_units_all_the_same,
+    is_it_too_large,
+    is_too_much_dropped,
+)
 
 
 class Examination:
