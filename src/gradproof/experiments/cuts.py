@@ -12,7 +12,7 @@ from gradproof.experiments.owners import has_gradient, is_copy, named_parameters
 from gradproof.tape.cuts import Cut, find_cuts
 from gradproof.tape.operations import Operation, Slot, references
 
-TIMES = 3  # taped steps without a gradient before it is said: of two players, one waits while the other steps
+TIMES = 2  # taped steps without a gradient before it is said: of two players, one waits while the other steps
 UNUSED = "it is not used by the loss"
 
 

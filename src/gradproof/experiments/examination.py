@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from gradproof.experiments.activations import are_predictions_stuck, do_units_respond
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
+from gradproof.experiments.normalisation import does_normalisation_help
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
+from gradproof.experiments.precision import is_it_precision
+from gradproof.experiments.signal import where_does_the_signal_go
 from gradproof.experiments.start import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.record.writer import RunWriter
@@ -33,6 +37,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_units_all_the_same,
     is_it_too_large,
     is_too_much_dropped,
+    does_normalisation_help,
+    do_units_respond,
+    are_predictions_stuck,
+    is_it_precision,
+    where_does_the_signal_go,
 )
 
 

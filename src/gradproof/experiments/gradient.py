@@ -27,11 +27,22 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
     if found.culprits:
         return
+    stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
     for mismatch in found.accumulation:
-        yield confirmed("zero-grad-error/stale", str(mismatch), where=mismatch.parameter)
-        break
+        if mismatch.parameter in stepped and (id := accumulated_wrongly(mismatch.how)):
+            yield confirmed(id, str(mismatch), where=mismatch.parameter)
+            break
     wrong = [p for p in found.parameters if p.verdict == "wrong"]
     if wrong and not found.accumulation:
         yield undecided("wrong-gradient", str(wrong[0]))
     elif found.right and found.worst is not None and not found.notes:
         yield excluded("wrong-gradient", f"every gradient agrees with float64 to {found.worst.error:.0e}")
+
+
+def accumulated_wrongly(how: str) -> str:
+    """The cause that a mismatch of .grad and its backwards proves; empty where it proves none."""
+    if "earlier step" in how:
+        return "zero-grad-error/stale"
+    if "cleared" in how:
+        return "zero-grad-error/before-step"
+    return "grad-accumulation-error/overwritten" if "overwritten" in how else ""

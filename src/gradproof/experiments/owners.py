@@ -10,7 +10,7 @@ from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.tape.operations import references
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-TIMES = 3  # taped steps with a gradient and without an update before it is said
+TIMES = 2  # taped steps with a gradient and without an update before it is said
 
 
 def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:

@@ -60,7 +60,9 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     evidence.memory["start"] = True
     guess = loss_of_guessing(evidence)
     first = next((loss for loss in evidence.losses if math.isfinite(loss)), math.nan)
-    gains = {name: gain for name, p in named_parameters(evidence).items() if (gain := gain_of(p)) is not None}
+    tables = looked_up(evidence)
+    named = {name: p for name, p in named_parameters(evidence).items() if name not in tables}
+    gains = {name: gain for name, p in named.items() if (gain := gain_of(p)) is not None}
     large = sorted((name for name, gain in gains.items() if gain >= LARGE_GAIN), key=lambda n: -gains[n])
     if not large or inputs_are_large(evidence):
         return
@@ -69,7 +71,7 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     if far:
         lines.append(f"the first loss is {first:.3g}, that of guessing {guess:.3g}")
     name = large[0]
-    weight = named_parameters(evidence)[name]
+    weight = named[name]
     std = float(weight.detach().std()) / gains[name]
     yield confirmed(
         "bad-init/too-large",
@@ -89,9 +91,16 @@ def gain_of(parameter: Tensor) -> float | None:
     fan_in = parameter[0].numel()
     if fan_in < 2 or parameter.shape[0] < 2:
         return None
-    if parameter.dim() == 2 and parameter.shape[0] > 8 * fan_in:  # a table that is looked up, not multiplied
-        return None
     return math.sqrt(fan_in) * float(parameter.detach().square().mean().sqrt())
+
+
+def looked_up(evidence: Evidence) -> set[str]:
+    """Tables whose rows are picked, not multiplied with."""
+    return {
+        evidence.slot(op.reads[0]).name
+        for op in evidence.forward
+        if op.name in ("embedding", "_embedding_bag", "index", "index_select") and op.reads
+    }
 
 
 def loss_of_guessing(evidence: Evidence) -> float | None:
