@@ -58,6 +58,17 @@ def test_growth_and_decay_are_named(model, what):
     assert found[0].where.startswith("cell" if "time" in what else "layers")
 
 
-@pytest.mark.parametrize("model", [Stack(1.0), Recurrent(1.0)])
+class Micro(nn.Module):
+    """The same layer for eight batches one after another is no recurrence."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.stack([self.layer(x * 10**-k) for k in range(8)])
+
+
+@pytest.mark.parametrize("model", [Stack(1.0), Recurrent(1.0), Micro()])
 def test_signals_that_keep_their_size_are_silent(model):
     assert not verdicts(model)

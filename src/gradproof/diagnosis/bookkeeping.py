@@ -138,7 +138,7 @@ def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
         f"the clip leaves {100 * kept:.2g} % of the gradient (norm {np.median(before[known]):.3g}, "
         f"limit {np.median(limit[known]):.3g}): it sets the step, as a {1 / kept:.0f} times smaller learning rate would"
     )
-    level = "problem" if too_short or not trains_well(run) else "warning"
+    level = "problem" if too_short else "warning"
     yield Symptom("clip_sets_the_step", level, text, None, None, ("grad-clip-misuse/limit-too-small",))
 
 

@@ -15,6 +15,7 @@ from gradproof.experiments.activations import are_predictions_stuck, do_units_re
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.gradient import is_the_gradient_right
+from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.normalisation import does_normalisation_help
@@ -23,6 +24,7 @@ from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.signal import where_does_the_signal_go
 from gradproof.experiments.start import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
+from gradproof.experiments.targets import does_gradient_reach_what_it_must_not
 from gradproof.record.writer import RunWriter
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
@@ -42,6 +44,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_predictions_stuck,
     is_it_precision,
     where_does_the_signal_go,
+    does_gradient_reach_what_it_must_not,
+    do_two_things_share_memory,
+    does_the_average_follow,
 )
 
 

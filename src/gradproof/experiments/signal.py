@@ -13,8 +13,8 @@ from gradproof.tape.replay import Replay, differentiate
 
 FEWEST_BLOCKS = 4
 FEWEST_TIMES = 6
-GROWS = 1e3  # forward, from the first block to the last
-EXPLODES = 1e4  # backward, from the last block to the first
+GROWS = 1e2  # forward, from the first block to the last
+EXPLODES = 1e3  # backward, from the last block to the first
 DIES = 1e-6
 MOST_LINKS = 64
 
@@ -44,7 +44,8 @@ def where_does_the_signal_go(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def find_chains(evidence: Evidence) -> list[Chain]:
-    stacks: dict[str, list[tuple[str, int]]] = {}
+    """Numbered modules of one kind in a first pass, and modules whose output comes back to them at a later call."""
+    stacks: dict[str, dict[str, int]] = {}
     calls: dict[str, list[int]] = {}
     for call in evidence.tape.modules:
         if not call.outputs or not evidence.slot(call.outputs[0]).dtype.is_floating_point:
@@ -52,17 +53,24 @@ def find_chains(evidence: Evidence) -> list[Chain]:
         calls.setdefault(call.path, []).append(call.outputs[0])
         match = re.fullmatch(r"(.+)\.\d+", call.path)
         if match:
-            stacks.setdefault(f"{match[1]}:{call.kind}", []).append((call.path, call.outputs[0]))
+            stacks.setdefault(f"{match[1]}:{call.kind}", {}).setdefault(call.path, call.outputs[0])
     chains = []
     for name, links in stacks.items():
-        paths = tuple(dict.fromkeys(path for path, _ in links))
-        if len(paths) >= FEWEST_BLOCKS and len(paths) == len(links):
-            chains.append(thin(Chain(name.split(":")[0], "blocks", paths, tuple(slot for _, slot in links))))
-    for path, found in calls.items():
-        shapes = {evidence.slot(slot).shape for slot in found}
-        if len(found) >= FEWEST_TIMES and len(shapes) == 1:
+        if len(links) >= FEWEST_BLOCKS:
+            chains.append(thin(Chain(name.split(":")[0], "blocks", tuple(links), tuple(links.values()))))
+    for path, found in sorted(calls.items(), key=lambda item: item[0].count(".")):
+        if len(found) >= FEWEST_TIMES and found[-1] in reached_from(evidence, found[0]):
             chains.append(thin(Chain(path, "time steps", (path,) * len(found), tuple(found))))
     return chains[:4]
+
+
+def reached_from(evidence: Evidence, slot: int) -> set[int]:
+    """Everything that depends on a slot."""
+    reach = {slot}
+    for operation in evidence.forward:
+        if not reach.isdisjoint(operation.reads):
+            reach.update((*operation.makes, *operation.writes))
+    return reach
 
 
 def thin(chain: Chain) -> Chain:

@@ -10,7 +10,6 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.owners import named_parameters
 
-FIRST_STEPS = 3
 TIMES = 2  # taped steps in which units are still the same
 LARGE_GAIN = 4.0  # PyTorch's own layers begin at 0.6 to 1.4
 LARGE_LOSS = 3.0  # times the loss of guessing
@@ -55,13 +54,11 @@ def same_rows(tensor: Tensor) -> bool:
 
 def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     """Layers that multiply what they get by far more than one, when the first losses are far above those of a guess."""
-    if evidence.step > FIRST_STEPS or "start" in evidence.memory:
+    if evidence.step > 1:
         return
-    evidence.memory["start"] = True
     guess = loss_of_guessing(evidence)
     first = next((loss for loss in evidence.losses if math.isfinite(loss)), math.nan)
-    tables = looked_up(evidence)
-    named = {name: p for name, p in named_parameters(evidence).items() if name not in tables}
+    named = weights_at_start(evidence)
     gains = {name: gain for name, p in named.items() if (gain := gain_of(p)) is not None}
     large = sorted((name for name, gain in gains.items() if gain >= LARGE_GAIN), key=lambda n: -gains[n])
     if not large or inputs_are_large(evidence):
@@ -82,6 +79,18 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
         confidence="proven" if far else "likely",
         lasting=True,
     )
+
+
+def weights_at_start(evidence: Evidence) -> dict[str, Tensor]:
+    """The weights before the taped step, less those that a single step changes much: they tell of the step."""
+    tables, known = looked_up(evidence), set(named_parameters(evidence))
+    found = {}
+    for slot in evidence.tape.parameters:
+        value, change = evidence.tape.leaf_value(slot.index), evidence.updates.get(slot.index)
+        steady = change is None or float(change.double().norm()) < 0.2 * float(value.double().norm())
+        if slot.name in known and slot.name not in tables and steady:
+            found[slot.name] = value
+    return found
 
 
 def gain_of(parameter: Tensor) -> float | None:
