@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.activations import are_predictions_stuck, do_units_respond

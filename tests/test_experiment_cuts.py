@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.cuts import is_a_path_cut

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped

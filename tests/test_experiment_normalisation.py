@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.normalisation import does_normalisation_help

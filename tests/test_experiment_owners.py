@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.owners import does_the_optimizer_hold_everything

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.precision import is_it_precision

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.signal import where_does_the_signal_go

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.start import are_units_all_the_same, is_it_too_large

@@ -24,7 +24,7 @@ from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.signal import where_does_the_signal_go
 from gradproof.experiments.start import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
-from gradproof.experiments.targets import does_gradient_reach_what_it_must_not
+from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 from gradproof.record.writer import RunWriter
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]

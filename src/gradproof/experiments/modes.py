@@ -61,7 +61,7 @@ def verdict_of(evidence: Evidence, path: str, affected: list[tuple[str, nn.Modul
     if dropouts:
         lines.append(f"{', '.join(dropouts[:3])} drop nothing while training (step {evidence.step})")
     if norms:
-        still = all(int(module.num_batches_tracked) == 0 for _, module in norms)
+        still = all(not module.num_batches_tracked for _, module in norms)
         what = "their first running statistics" if still else "running statistics that stand still"
         lines.append(f"{', '.join(name for name, _ in norms[:3])} normalise with {what} while training")
     called = evidence.memory.get("facts", {}).get("eval_line", "")

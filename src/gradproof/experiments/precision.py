@@ -53,16 +53,16 @@ def lost_updates(evidence: Evidence) -> Verdict | None:
     history.append(share)
     if len(history) < 2 or min(history[-2:]) < MUCH:
         return None
-    slot = evidence.slot(worst[1])
+    hit = evidence.slot(worst[1])
     writer = writer_of(evidence, worst[1])
     averaged = writer is not None and writer.phase != "optimizer"
-    dtype = str(slot.dtype).removeprefix("torch.")
+    dtype = str(hit.dtype).removeprefix("torch.")
     return confirmed(
         "low-precision-error/lost-updates",
         f"{100 * share:.0f} % of the entries that {'an average' if averaged else 'the optimizer'} writes to stay: "
         f"the change is below the last digit of {dtype}",
-        f"worst: {slot.name}, {100 * worst[0]:.0f} %",
-        where=place_of(slot.name, writer.line) if averaged and writer is not None else slot.name,
+        f"worst: {hit.name}, {100 * worst[0]:.0f} %",
+        where=place_of(hit.name, writer.line) if averaged and writer is not None else hit.name,
         fix="keep the weights (and their averages) in float32, and use autocast for the computing",
         if_troubled=share < MOSTLY,
         lasting=share >= MOSTLY,

@@ -40,7 +40,7 @@ def evals(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
         session.facts["eval_line"] = user_line()
         return original(self)
 
-    nn.Module.eval = eval  # type: ignore[method-assign]
+    nn.Module.eval = eval  # type: ignore[method-assign,assignment]
     stack.callback(setattr, nn.Module, "eval", original)
 
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from experiment_steps import examine, ids, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.targets import does_gradient_reach_what_it_must_not
+from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 
 
 def verdicts(model, make_loss, parameters=None, after=None):
