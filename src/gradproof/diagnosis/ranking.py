@@ -16,7 +16,19 @@ from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
 
 # A symptom that is itself the proof: the order of calls and the optimizer's tensors leave no room for doubt.
-PROOFS = ("stale_gradient", "zeroed_before_step", "late_clip", "clip_before_unscale", "not_in_optimizer")
+PROOFS = (
+    "stale_gradient",
+    "zeroed_before_step",
+    "late_clip",
+    "clip_before_unscale",
+    "not_in_optimizer",
+    "validates_in_train_mode",
+    "dropout_always_on",
+    "loads_itself",
+    "keys_do_not_fit",
+    "dies-early",
+    "warmup-never-ends",
+)
 
 
 # Symptoms that say: this training does not go well, whatever the reason.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from gradproof.diagnosis.bookkeeping import BOOKKEEPING
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
 from gradproof.record.run import Run, Table
@@ -513,4 +514,5 @@ SYMPTOMS = (
     update_ratio,
     adam_epsilon,
     clipped_always,
+    *BOOKKEEPING,
 )

@@ -35,10 +35,12 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         return
     # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
     idle = names_without_optimizer(evidence)
-    stepped = {evidence.tape.slots[slot].name for slot in evidence.tape.stepped}
+    stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
     for mismatch in found.accumulation:
-        if mismatch.parameter not in idle and (not stepped or mismatch.parameter in stepped):
-            yield confirmed("zero-grad-error/stale", str(mismatch), where=mismatch.parameter)
+        if mismatch.parameter in idle or (stepped and mismatch.parameter not in stepped):
+            continue
+        if id := accumulated_wrongly(mismatch.how):
+            yield confirmed(id, str(mismatch), where=mismatch.parameter)
             break
     wrong = [p for p in found.parameters if p.verdict == "wrong"]
     if wrong and not found.accumulation:
@@ -55,3 +57,12 @@ def names_without_optimizer(evidence: Evidence) -> set[str]:
         for name, parameter in model.named_parameters()
         if id(parameter) not in trained
     }
+
+
+def accumulated_wrongly(how: str) -> str:
+    """The cause that a mismatch of .grad and its backwards proves; empty where it proves none."""
+    if "earlier step" in how:
+        return "zero-grad-error/stale"
+    if "cleared" in how:
+        return "zero-grad-error/before-step"
+    return "grad-accumulation-error/overwritten" if "overwritten" in how else ""

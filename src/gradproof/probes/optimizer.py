@@ -36,7 +36,14 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         settings = {key: group[key] for key in SETTINGS if key in group}
         settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
         groups.append({**settings, "tensors": len(group["params"])})
-    return {"class": type(optimizer).__name__, "groups": groups}
+    base = optimizer.defaults.get(
+        "lr"
+    )  # as it was given to the constructor, whatever a schedule has made of it
+    return {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "base_lr": None if base is None else float(base),
+    }
 
 
 def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str, Tensor, Tensor, float]]:

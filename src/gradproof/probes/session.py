@@ -100,6 +100,7 @@ class Session:
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
         self._last_sampled = 0.0
         self.losses: deque[float] = deque(maxlen=2000)
+        self.facts: dict[str, Any] = {}  # plain data that listeners gather: modes, loads, clips
         self.taping: Taping | None = None
         self.stop_after: int | None = None  # steps after which a trial has shown enough
         self._step_has_turned = False
@@ -486,7 +487,11 @@ class Session:
         self._close_guarded()
         self.alive = False
         self.writer.set_info(
-            cost=self.cost(), events_seen=self.counts, ended=time.time(), failure=self.failure
+            cost=self.cost(),
+            events_seen=self.counts,
+            facts={name: value for name, value in self.facts.items() if not name.startswith("_")},
+            ended=time.time(),
+            failure=self.failure,
         )
         self.writer.close()
 

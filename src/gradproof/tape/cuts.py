@@ -59,7 +59,8 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int]) -> Cut:
             candidates.append((operation, how))
         else:
             followed.update((*operation.makes, *operation.writes))
-    for operation, how in candidates:
+    # where several ways are cut, a cut of autograd is the slip; sampling and comparing have no gradient anyway
+    for operation, how in sorted(candidates, key=lambda c: not c[1].endswith(("cuts it", "no_grad"))):
         if not towards_loss.isdisjoint((*operation.makes, *operation.writes)):
             return Cut(parameter.name, how, operation.module, operation.line)
     last = leaving or (candidates[-1] if candidates else None)
