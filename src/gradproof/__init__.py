@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 # name -> the module that defines it, imported on first use: `import gradproof` must not import torch
 _HOME = {
     "watch": "gradproof.probes.watch",
+    "diagnose": "gradproof.diagnosis.ranking",
+    "open_run": "gradproof.record.run",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -1,0 +1,229 @@
+"""The catalogue: every family of causes, what it means, what decides it, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A family of causes. `fixes` holds advice for particular ids; `fix` is for all the others."""
+
+    family: str
+    title: str
+    decided_by: str
+    fix: str
+    fixes: tuple[tuple[str, str], ...] = ()
+
+    def advice(self, id: str) -> str:
+        return dict(self.fixes).get(id.partition("/")[2], self.fix)
+
+
+CAUSES = (
+    Cause(
+        "forward-nonfinite",
+        "a NaN or Inf is born in the forward pass",
+        "the first bad operation on the tape",
+        "keep the operand of the named operation inside its domain: clamp what goes into log, sqrt and division "
+        "(for example x.clamp_min(1e-6)), and use log_softmax or logsumexp in place of exp, sum and log",
+    ),
+    Cause(
+        "backward-nonfinite",
+        "the forward pass is finite, a NaN or Inf is born in backward",
+        "the first bad node on the tape",
+        "the derivative is infinite where the value is not: add a small constant inside the root or norm "
+        "(torch.sqrt(x + 1e-12)), and make both branches of torch.where safe before choosing",
+    ),
+    Cause(
+        "wrong-gradient",
+        "a backward is not the derivative of its forward",
+        "the float64 shadow of a step, then finite differences of the culprit",
+        "correct the named backward and prove it: gradproof.check_gradient(function, *inputs)",
+    ),
+    Cause(
+        "zero-grad-error",
+        "gradients are not cleared, or cleared at the wrong time",
+        "the order of zero_grad, backward and step; the gradient against that of one backward",
+        "call optimizer.zero_grad() once a step, before backward",
+        (
+            ("never-cleared", "call optimizer.zero_grad() before each backward: gradients add up otherwise"),
+            ("before-step", "move optimizer.zero_grad() in front of loss.backward(), or behind optimizer.step()"),
+        ),
+    ),
+    Cause(
+        "grad-accumulation-error",
+        "the micro-batches do not add up to the batch",
+        "the accumulated gradient against that of the whole batch",
+        "divide each micro-batch's loss by their number, add (not assign) gradients, and step after the last one",
+    ),
+    Cause(
+        "grad-clip-misuse",
+        "clipping does not clip what was meant",
+        "the order of backward, unscale, clip and step; the norm before and after",
+        "clip between backward (after scaler.unscale_) and step, all parameters together, at a limit near the "
+        "usual norm",
+        (
+            ("after-step", "move the clip between loss.backward() and optimizer.step()"),
+            ("before-unscale", "call scaler.unscale_(optimizer) before clip_grad_norm_"),
+            ("limit-too-small", "raise the limit to about the median norm before clipping, or adjust the learning rate"),
+        ),
+    ),
+    Cause(
+        "detached-graph",
+        "a path that should carry gradient is cut",
+        "the replayed step has a gradient where the run has none",
+        "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
+    ),
+    Cause(
+        "missing-stop-gradient",
+        "gradient flows where it must not",
+        "gradient reaches parameters whose update it must not drive",
+        "compute targets, teachers and baselines under torch.no_grad(), or detach them",
+    ),
+    Cause(
+        "param-not-updated",
+        "parameters that should train do not",
+        "Δθ over the run, and the identity of the optimizer's tensors",
+        "give the optimizer all of model.parameters(), after the model has its final layers and device",
+        (
+            ("not-in-optimizer", "pass these parameters to the optimizer, or set requires_grad_(False) if they are frozen on purpose"),
+            ("no-gradient", "use these parameters in the forward pass, or freeze them; if they are used, look for a cut in the graph"),
+        ),
+    ),
+    Cause(
+        "lr-too-high",
+        "the steps overshoot",
+        "the loss along the actual update: it falls for a small part of the step and rises at its end",
+        "divide the learning rate by ten, and warm it up over the first hundred steps or so",
+    ),
+    Cause(
+        "lr-too-low",
+        "the steps are far too short",
+        "the loss along the actual update: still falling far beyond its end",
+        "raise the learning rate by ten until the loss falls visibly within the first hundred steps",
+    ),
+    Cause(
+        "lr-schedule-error",
+        "the schedule does something else than meant",
+        "the recorded learning rate over the steps",
+        "check whether the schedule counts steps or epochs, and where it ends",
+        (("ends-at-zero", "let the schedule last as long as training: count it in the unit in which scheduler.step() is called"),),
+    ),
+    Cause(
+        "data-target-misaligned",
+        "targets do not belong to inputs",
+        "lags between inputs and targets; whether targets depend on inputs at all",
+        "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
+    ),
+    Cause(
+        "loss-mask-error",
+        "the wrong positions count in the loss",
+        "shares of positions, and the gradient on masked ones",
+        "mask the padding, not the text; divide by the number of valid positions",
+    ),
+    Cause(
+        "attention-mask-error",
+        "attention sees what it must not, or not what it must",
+        "a change in a later input, watched at earlier outputs",
+        "pass is_causal=True or a mask whose meaning (True: attend, or True: ignore) fits the call",
+    ),
+    Cause(
+        "loss-activation-mismatch",
+        "output and loss do not fit each other",
+        "the range of what goes into the loss",
+        "cross_entropy and BCE-with-logits want raw logits; a regression wants no ReLU, tanh or sigmoid at its end",
+    ),
+    Cause(
+        "loss-scale-or-sign",
+        "the right loss, wrongly weighted or signed",
+        "the terms of the loss and the sizes of their gradients; the loss along −gradient",
+        "check the sign of each term, mean against sum, and the weights between terms",
+    ),
+    Cause(
+        "axis-or-shape-error",
+        "an operation runs over the wrong axis, or broadcasts silently",
+        "shapes that go into the loss; whether samples influence each other",
+        "make prediction and target the same shape explicitly, and name the dim of every softmax and mean",
+    ),
+    Cause(
+        "train-eval-mode-error",
+        "dropout or BatchNorm is in the wrong mode",
+        "module.training; whether running statistics move",
+        "call model.train() before training and model.eval() before validating, every epoch",
+    ),
+    Cause(
+        "normalization-error",
+        "a normalisation hurts",
+        "variance against ε, batch size, scale factors",
+        "normalise over more than one value, with ε well below the variance, and bound any rescaling",
+    ),
+    Cause(
+        "low-precision-error",
+        "right in float64, wrong in the precision used",
+        "the same step in float64",
+        "keep weights, sums and the optimizer in float32; use bfloat16 or a GradScaler instead of bare float16",
+    ),
+    Cause(
+        "exploding-signal",
+        "activations or gradients grow through depth or time",
+        "the gain of each block or time step",
+        "bound the gain of the named block: full residuals, normalisation, smaller initial weights, clipping",
+    ),
+    Cause(
+        "vanishing-signal",
+        "activations or gradients die out through depth or time",
+        "the gain of each block or time step",
+        "use residuals, normalisation, ReLU-like activations or gated units, and variance-keeping initial weights",
+    ),
+    Cause(
+        "bad-init",
+        "the starting point is the trouble",
+        "step 0: gain, symmetry, the loss against that of a guess",
+        "use the layer's default initialisation, scaled so that the first loss is that of guessing",
+    ),
+    Cause(
+        "dead-activation",
+        "units never respond",
+        "the share of units without gradient, over the steps",
+        "lower the learning rate, use a smaller negative bias, or LeakyReLU/GELU in place of ReLU",
+    ),
+    Cause(
+        "input-or-target-scale",
+        "numbers fed in are of the wrong size",
+        "statistics of inputs and targets",
+        "standardise inputs and targets: subtract the mean, divide by the standard deviation",
+    ),
+    Cause(
+        "data-order-or-sampling",
+        "batches do not represent the data",
+        "the mix of labels over batches; batches that repeat",
+        "shuffle, seed workers differently, and balance or weight rare classes",
+    ),
+    Cause(
+        "distributed-desync",
+        "the ranks do not train one model",
+        "fingerprints of weights and gradients across ranks",
+        "wrap the model in DistributedDataParallel, use a DistributedSampler, and leave no_sync before stepping",
+    ),
+    Cause(
+        "weights-state-error",
+        "weights or optimizer state are not what they should be",
+        "keys, identities and jumps where a state is loaded",
+        "load with strict=True, restore the optimizer too, and copy (not reference) the weights to keep",
+    ),
+    Cause(
+        "aliasing-or-inplace",
+        "two things share memory, or memory was changed under someone",
+        "storage pointers and versions; the recorded step against its replay",
+        "clone what is kept, and do not write into tensors that backward still needs",
+    ),
+    Cause(
+        "optimizer-config",
+        "the optimizer is set up wrongly",
+        "the parts of the update and the settings of the groups",
+        "start from the defaults (Adam: betas 0.9 and 0.999, eps 1e-8; weight decay at most 0.1, none on norms)",
+        (("eps", "set Adam's eps well below the gradients' size, for example 1e-8"),),
+    ),
+)
+
+BY_FAMILY = {cause.family: cause for cause in CAUSES}

@@ -1,0 +1,267 @@
+"""Where a training script is listened to: each place it passes through anyway, wrapped while watching lasts.
+
+Every wrapper calls the original with the same arguments and returns what it returned. All of them are undone by
+closing the ExitStack, whatever happened.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from gradproof.probes.session import Session
+
+
+def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
+    """Listen to everything that trains in this process, or only to the given optimizers."""
+    stack = ExitStack()
+    try:
+        for listen in LISTENERS:
+            listen(session, stack, _chosen(optimizers))
+    except BaseException:
+        stack.close()
+        raise
+    return stack
+
+
+def _chosen(optimizers: tuple[Optimizer, ...]) -> Callable[[Any], bool]:
+    ids = {id(optimizer) for optimizer in optimizers}
+    return lambda optimizer: not ids or id(optimizer) in ids
+
+
+def replace(stack: ExitStack, owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Put `wrapper(original)` in place of an attribute until the stack closes."""
+    original = getattr(owner, name)
+    own = name in vars(owner)
+    setattr(owner, name, functools.wraps(original)(wrapper(original)))
+
+    def undo() -> None:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+    stack.callback(undo)
+
+
+def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Before and after each optimizer step; with a closure, after the first time the closure has run."""
+
+    def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if not chosen(optimizer):
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+        if closure is None:
+            session.before_update(optimizer)
+            return None
+        seen = False
+
+        def watched_closure() -> Any:
+            nonlocal seen
+            result = closure()
+            if not seen:
+                seen = True
+                session.before_update(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched_closure}
+        return (args[0], watched_closure, *args[2:]), kwargs
+
+    def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if chosen(optimizer):
+            session.after_update(optimizer)
+
+    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(register_optimizer_step_post_hook(after).remove)
+
+
+def optimizers_made(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """A new optimizer shows which parameters matter, in time for the first forward."""
+
+    def wrapper(original: Callable) -> Callable:
+        def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if chosen(self):
+                session.optimizer_made(self)
+
+        return init
+
+    replace(stack, Optimizer, "__init__", wrapper)
+
+
+def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """`loss.backward()` and `torch.autograd.backward` both come through here."""
+
+    def wrapper(original: Callable) -> Callable:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            weights = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
+            weights += [None] * (len(losses) - len(weights))
+            session.backward_begins(losses, weights[: len(losses)])
+            try:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                session.backward_ends()
+
+        return backward
+
+    replace(stack, torch.autograd, "backward", wrapper)
+
+
+def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    def of_optimizer(original: Callable) -> Callable:
+        def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if chosen(self):
+                session.zero_grad()
+            return original(self, *args, **kwargs)
+
+        return zero_grad
+
+    def of_module(original: Callable) -> Callable:
+        def zero_grad(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            session.zero_grad()
+            return original(self, *args, **kwargs)
+
+        return zero_grad
+
+    replace(stack, Optimizer, "zero_grad", of_optimizer)
+    replace(stack, torch.nn.Module, "zero_grad", of_module)
+
+
+def clips(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Both clips, also where a script had imported the function before watching began."""
+
+    def norm(original: Callable) -> Callable:
+        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+            before = original(parameters, max_norm, *args, **kwargs)
+            session.clipped("norm", max_norm, before)
+            return before
+
+        return clip_grad_norm_
+
+    def value(original: Callable) -> Callable:
+        def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+            original(parameters, clip_value, *args, **kwargs)
+            session.clipped("value", clip_value, None)
+
+        return clip_grad_value_
+
+    for name, wrapper in (("clip_grad_norm_", norm), ("clip_grad_value_", value)):
+        original = getattr(torch.nn.utils.clip_grad, name)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                replace(stack, module, name, wrapper)
+
+
+def grad_scalers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """A step that a scaler skips never reaches the optimizer: seen by its not being there."""
+    scaler_class = torch.amp.GradScaler
+
+    def scale(original: Callable) -> Callable:
+        def wrapped(self: Any, outputs: Any) -> Any:
+            scaled = original(self, outputs)
+            if isinstance(outputs, Tensor) and self.is_enabled():
+                held = self._scale  # read from the host only where that costs no synchronisation
+                known = held.item() if held is not None and held.device.type == "cpu" else None
+                session.scaled(outputs, scaled, known)
+            return scaled
+
+        return wrapped
+
+    def unscale(original: Callable) -> Callable:
+        def wrapped(self: Any, optimizer: Optimizer) -> Any:
+            result = original(self, optimizer)
+            if self.is_enabled() and chosen(optimizer):
+                session.unscaled()
+            return result
+
+        return wrapped
+
+    def step(original: Callable) -> Callable:
+        def wrapped(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = session.step
+            result = original(self, optimizer, *args, **kwargs)
+            if self.is_enabled() and chosen(optimizer) and session.step == before:
+                session.skipped(optimizer)
+            return result
+
+        return wrapped
+
+    replace(stack, scaler_class, "scale", scale)
+    replace(stack, scaler_class, "unscale_", unscale)
+    replace(stack, scaler_class, "step", step)
+
+
+def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    def wrapper(original: Callable) -> Callable:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if getattr(self, "_gradproof_made", False) and chosen(self.optimizer):
+                session.scheduler_stepped()
+            self._gradproof_made = True  # the first call is the scheduler's own, in its constructor
+            return result
+
+        return step
+
+    def plateau(original: Callable) -> Callable:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if chosen(self.optimizer):
+                session.scheduler_stepped()
+            return result
+
+        return step
+
+    replace(stack, LRScheduler, "step", wrapper)
+    replace(stack, ReduceLROnPlateau, "step", plateau)
+
+
+def epochs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    def wrapper(original: Callable) -> Callable:
+        def iterate(self: Any) -> Any:
+            session.epoch_begins()
+            return original(self)
+
+        return iterate
+
+    replace(stack, torch.utils.data.DataLoader, "__iter__", wrapper)
+
+
+def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Hooks on modules would break a compiled graph: once something is compiled, outputs are left alone."""
+
+    def wrapper(original: Callable) -> Callable:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            session.compiled = True
+            return original(*args, **kwargs)
+
+        return compile
+
+    replace(stack, torch, "compile", wrapper)
+    replace(stack, torch.nn.Module, "compile", wrapper)
+
+
+LISTENERS = (
+    optimizers_made,
+    optimizer_steps,
+    backwards,
+    zero_grads,
+    clips,
+    grad_scalers,
+    schedulers,
+    epochs,
+    compilation,
+)

@@ -1,0 +1,80 @@
+"""Measures what modules put out, and the gradients that come back to it, on the steps that are due for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradproof.probes.names import Names
+from gradproof.probes.tensors import is_measurable
+
+# what is called with (kind, name, tensor, the module's class)
+Collect = Callable[[str, str, Tensor, str], None]
+
+MOST_TENSORS = 4  # of one module's output
+
+
+class OutputProbe:
+    """A global forward hook that is there only while a step is measured whole: no cost on all the others.
+
+    Gradients come through `tensor.register_hook`: unlike full backward hooks, it disturbs neither in-place
+    operations nor functorch, and leaves gradients bit-identical.
+    """
+
+    def __init__(self, names: Names, collect: Collect) -> None:
+        self._names = names
+        self._collect = collect
+        self._handle: Any = None
+        self._last: int | None = None
+
+    def attach(self) -> None:
+        if self._handle is None:
+            self._handle = nn.modules.module.register_module_forward_hook(self._forward)
+
+    def detach(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or recomputing():
+            return
+        name = self._names.of_module(module)
+        if name is None:
+            return
+        for index, tensor in enumerate(tensors_in(output)):
+            if id(tensor) == self._last:  # a container hands on what its last child made
+                continue
+            self._last = id(tensor)
+            label = name if index == 0 else f"{name}[{index}]"
+            self._collect("output", label, tensor, type(module).__name__)
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward(label, type(module).__name__))
+
+    def _backward(self, label: str, made_by: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self._collect("output_gradient", label, gradient, made_by)
+
+        return hook
+
+
+def recomputing() -> bool:
+    """Activation checkpointing runs a forward again inside backward: it was measured the first time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The measurable tensors of a module's output: a tensor, tuple, list, dict or dataclass of them."""
+    found, todo = 0, [output]
+    while todo and found < MOST_TENSORS:
+        value = todo.pop(0)
+        if is_measurable(value) and value.numel():
+            found += 1
+            yield value
+        elif isinstance(value, (list, tuple)):
+            todo = [*value[:16], *todo]
+        elif isinstance(value, dict):
+            todo = [*list(value.values())[:16], *todo]

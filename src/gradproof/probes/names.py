@@ -1,0 +1,138 @@
+"""Gives every parameter and module the name its author would use, in any script, without being told.
+
+Modules are found by looking through the live objects once, when a parameter is seen that has no name yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Names:
+    """Parameter and module names; `roots` are the models that own what the optimizers train."""
+
+    def __init__(self, models: Iterable[nn.Module] | None = None) -> None:
+        self._given = list(models) if models is not None else None
+        self._parameters: dict[int, str] = {}
+        self._modules: dict[int, str] = {}
+        self._alive: list[Tensor | nn.Module] = []  # ids stay valid as long as their objects live
+        self.roots: dict[str, nn.Module] = {}
+        if self._given is not None:
+            self._name_models(self._given)
+
+    def of_parameter(self, parameter: Tensor) -> str | None:
+        return self._parameters.get(id(parameter))
+
+    def of_module(self, module: nn.Module) -> str | None:
+        return self._modules.get(id(module))
+
+    def learn(self, parameters: Iterable[Tensor]) -> None:
+        """Make sure that all of these have a name; looks for models only if some have none."""
+        unknown = [p for p in parameters if id(p) not in self._parameters]
+        if not unknown:
+            return
+        if self._given is None:
+            self._name_models(find_roots(unknown))
+        frames = list(user_frames())
+        for parameter in unknown:
+            if id(parameter) not in self._parameters:
+                name = find_variable(parameter, frames) or f"tensor{len(self._parameters)}"
+                self._add_parameter(name, parameter)
+
+    def trainable(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the models that wants a gradient, whether an optimizer has it or not."""
+        for prefix, root in self.roots.items():
+            for name, parameter in root.named_parameters():
+                if parameter.requires_grad:
+                    yield self._parameters.get(id(parameter), join(prefix, clean(name))), parameter
+
+    def _name_models(self, models: list[nn.Module]) -> None:
+        frames = list(user_frames())
+        labels = [find_variable(model, frames) or type(model).__name__.lower() for model in models]
+        single = len(models) == 1 and not self.roots
+        for label, model in zip(labels, models, strict=True):
+            prefix = "" if single else unique(label, self.roots)
+            self.roots[prefix] = model
+            self._alive.append(model)
+            for name, module in model.named_modules():
+                # the wrapper and what it wraps have one name; the inner one is what ran
+                self._modules[id(module)] = join(prefix, clean(name)) or label
+            for name, parameter in model.named_parameters():  # a tied weight keeps its first name
+                if id(parameter) not in self._parameters:
+                    self._add_parameter(join(prefix, clean(name)), parameter)
+
+    def _add_parameter(self, name: str, parameter: Tensor) -> None:
+        self._parameters[id(parameter)] = unique(name, self._parameters.values())
+        self._alive.append(parameter)
+
+
+def find_roots(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The outermost modules that own any of these parameters, in the order in which they were made."""
+    wanted = {id(p) for p in parameters}
+    # issubclass of the type, not isinstance: a lazy proxy may run code when it is asked for its class
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
+    children = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
+    roots = []
+    for module in modules:
+        if id(module) in children:
+            continue
+        if any(id(p) in wanted for p in module.parameters()):
+            roots.append(module)
+    return roots
+
+
+def user_frames() -> Iterator[FrameType]:
+    """The frames of the user's code that are running now, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    inside = (torch.__name__, "gradproof")
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in inside:
+            yield frame
+        frame = frame.f_back
+
+
+def find_variable(value: object, frames: Iterable[FrameType]) -> str | None:
+    """The name of the variable, attribute of `self`, or entry of a list or dict that holds a value."""
+    for frame in frames:
+        for scope in (frame.f_locals, frame.f_globals):
+            for name, found in list(scope.items()):
+                if found is value and not name.startswith("_"):
+                    return name
+        owner = frame.f_locals.get("self")
+        for name, found in list(getattr(owner, "__dict__", {}).items()):
+            if found is value:
+                return name
+        for name, found in list(frame.f_locals.items()):
+            if isinstance(found, (list, tuple)) and len(found) < 1000:
+                for index, item in enumerate(found):
+                    if item is value:
+                        return f"{name}.{index}"
+            elif isinstance(found, dict) and len(found) < 1000:
+                for key, item in list(found.items()):
+                    if item is value and isinstance(key, str):
+                        return f"{name}.{key}"
+    return None
+
+
+def clean(name: str) -> str:
+    """A name without the layers that DDP, FSDP and torch.compile put around a model."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def unique(name: str, taken: Iterable[str]) -> str:
+    taken = set(taken)
+    if name not in taken:
+        return name
+    return next(f"{name}#{i}" for i in range(2, 10**6) if f"{name}#{i}" not in taken)

@@ -1,0 +1,156 @@
+"""Which steps are measured how deeply: by the user's rules, or by what a budget affords.
+
+Depth 0 is bare (loss, learning rate), 1 light (gradient norms), 2 parameters (every statistic of gradients,
+weights, updates, Adam's state), 3 everything (also every module's output and its gradient, distributions).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gradproof.errors import UserError
+from gradproof.record.schema import DEPTHS
+
+BARE, LIGHT, PARAMETERS, EVERYTHING = range(4)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training stands when a step begins."""
+
+    step: int
+    epoch: int = 0
+    batch: int = 0
+    rank: int = 0
+    steps_since_nonfinite: int | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A depth, and the conditions that must all hold for it; None: no condition."""
+
+    depth: int
+    every: int | None = None
+    steps: frozenset[int] | None = None
+    epochs: frozenset[int] | None = None
+    batches: frozenset[int] | None = None
+    ranks: frozenset[int] | None = None
+    from_nonfinite: bool = False
+
+    def applies(self, now: Moment) -> bool:
+        return (
+            (self.every is None or now.step % self.every == 0)
+            and (self.steps is None or now.step in self.steps)
+            and (self.epochs is None or now.epoch in self.epochs)
+            and (self.batches is None or now.batch in self.batches)
+            and (self.ranks is None or now.rank in self.ranks)
+            and (not self.from_nonfinite or now.steps_since_nonfinite is not None)
+        )
+
+
+_NUMBERS = r"(\d+(?:\s*-\s*\d+)?(?:\s*(?:,|and)\s*\d+(?:\s*-\s*\d+)?)*)"
+_CONDITIONS = (
+    ("every", re.compile(r"every (\d+)(?:st|nd|rd|th)? ?steps?|every (step)")),
+    ("batches", re.compile(r"(first) batch(?: of)?|batch(?:es)? " + _NUMBERS)),
+    ("steps", re.compile(r"steps? " + _NUMBERS)),
+    ("epochs", re.compile(r"epochs? " + _NUMBERS)),
+    ("ranks", re.compile(r"ranks? " + _NUMBERS)),
+    ("from_nonfinite", re.compile(r"from (?:the )?(first )?non-?finite(?: value)?(?: on)?")),
+)
+_DEPTH = re.compile(r"^(bare|light|parameters|all|everything)\b")
+_FILLER = re.compile(r"\b(on|of|the|at)\b|[,\s:]+")
+
+
+def parse_schedule(text: str) -> tuple[Rule, ...]:
+    """Rules from a sentence; `;` separates them, and at each step the deepest that applies counts.
+
+    >>> parse_schedule("all first batch of epochs 1-5 and 8, rank 0; parameters every 10th step")[1]
+    Rule(depth=2, every=10, steps=None, epochs=None, batches=None, ranks=None, from_nonfinite=False)
+    """
+    return tuple(_parse_rule(part.strip()) for part in text.lower().split(";") if part.strip())
+
+
+def _parse_rule(text: str) -> Rule:
+    rest, depth = text, EVERYTHING
+    if match := _DEPTH.match(rest):
+        word = "all" if match[1] == "everything" else match[1]
+        depth, rest = DEPTHS.index(word), rest[match.end() :]
+    found: dict = {}
+    for name, pattern in _CONDITIONS:
+        if match := pattern.search(rest):
+            rest = rest[: match.start()] + " " + rest[match.end() :]
+            found[name] = _meaning(name, [group for group in match.groups() if group])
+    if _FILLER.sub("", rest):
+        raise UserError(
+            f"cannot read {_FILLER.sub(' ', rest).strip()!r} in the schedule {text!r}; write for example "
+            "'every 10th step', 'parameters every step', 'steps 0-20,100', "
+            "'first batch of epochs 1-5 and 8, rank 0', or 'all from the first non-finite value on'"
+        )
+    return Rule(depth, **found)
+
+
+def _meaning(name: str, groups: list[str]) -> bool | int | frozenset[int]:
+    if name == "from_nonfinite":
+        return True
+    if name == "every":
+        return 1 if groups[0] == "step" else max(1, int(groups[0]))
+    if groups[0] == "first":
+        return frozenset({0})
+    numbers: set[int] = set()
+    for part in re.split(r",|and", groups[0]):
+        low, _, high = part.partition("-")
+        numbers.update(range(int(low), int(high or low) + 1))
+    return frozenset(numbers)
+
+
+def parse_budget(text: str) -> float:
+    """A share of the wall time: "2%" and "0.02" are the same."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UserError(f"a budget is a share of the wall time such as 2% or 0.02, not {text!r}")
+    return share
+
+
+class Purse:
+    """Decides what a step may cost, so that gradproof's share of the wall time stays within the budget.
+
+    Half of the income buys light measurements, half deep ones, so that neither starves the other.
+    """
+
+    GRACE = 0.25  # seconds that may be spent before there is income: the first steps tell most
+    FIRST = 3  # steps that are measured whole in any case
+
+    def __init__(self, budget: float) -> None:
+        self.budget = budget
+        self.spent = 0.0
+        self._deep_spent = 0.0
+        self._price = [0.0, 0.0, 0.0, 0.0]  # seconds a step of each depth costs, as last seen
+        self.wanted = self.left_out = 0
+
+    def choose(self, step: int, elapsed: float) -> int:
+        """The deepest depth that is affordable for the step that begins now."""
+        if step < self.FIRST:
+            return EVERYTHING
+        self.wanted += 1
+        half = (self.GRACE + self.budget * elapsed) / 2
+        deep_left = half - self._deep_spent
+        light_left = half - (self.spent - self._deep_spent)
+        if self._price[EVERYTHING] <= deep_left:
+            return EVERYTHING
+        if self._price[LIGHT] <= light_left:
+            return LIGHT
+        self.left_out += 1
+        return BARE
+
+    def pay(self, depth: int, seconds: float) -> None:
+        """Book what a step has cost."""
+        self.spent += seconds
+        if depth >= PARAMETERS:
+            self._deep_spent += seconds
+        if depth > BARE:
+            old = self._price[depth]
+            self._price[depth] = seconds if old == 0 else 0.7 * old + 0.3 * seconds

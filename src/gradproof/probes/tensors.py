@@ -1,0 +1,188 @@
+"""Measures tensors: all of a step's statistics in few launches, and one transfer to the host.
+
+Nothing here draws random numbers, writes into a tensor that is not its own, or waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradproof.kernels.tensor_stats import COLUMNS, tensor_stats
+from gradproof.record.schema import EXPONENT_BINS, EXPONENT_LOW, PERCENTILES, STATISTICS
+
+PIECE = 1 << 18  # entries that one float32 norm may run over on a CPU
+SAMPLE = 1024  # entries of a tensor that percentiles, exponents, cosines and ε shares are taken from
+
+COUNT, NAN, INF, ZERO, SUBNORMAL, MIN, MAX, ABSMAX, SUM, SUMSQ = (
+    COLUMNS.index(name)
+    for name in ("count", "nan", "inf", "zero", "subnormal", "min", "max", "absmax", "sum", "sumsq")
+)
+
+
+def is_measurable(value: object) -> bool:
+    """A real tensor of floating-point numbers: no fake, functorch, meta or integer tensor."""
+    return (
+        isinstance(value, Tensor)
+        and (value.is_floating_point() or value.is_complex())
+        and value.device.type != "meta"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain, dense part of a tensor that lies on this rank, detached."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:  # compressed sparse
+        tensor = tensor.values()
+    return tensor
+
+
+def measure(tensors: Sequence[Tensor]) -> Tensor:
+    """Statistics of tensors on one device: (N, columns of tensor_stats), float64, still on that device."""
+    return tensor_stats(tensors)
+
+
+def to_statistics(raw: np.ndarray) -> np.ndarray:
+    """Rows of tensor_stats as rows of a statistics frame; columns measured elsewhere stay nan."""
+    rows = np.full((len(raw), len(STATISTICS)), np.nan)
+    finite = np.maximum(raw[:, COUNT] - raw[:, NAN] - raw[:, INF], 1)
+    mean = raw[:, SUM] / finite
+    variance = np.maximum(raw[:, SUMSQ] / finite - mean * mean, 0)
+    columns = {
+        "nan": raw[:, NAN],
+        "inf": raw[:, INF],
+        "zero": raw[:, ZERO],
+        "subnormal": raw[:, SUBNORMAL],
+        "min": raw[:, MIN],
+        "max": raw[:, MAX],
+        "absmax": raw[:, ABSMAX],
+        "mean": mean,
+        "std": np.sqrt(variance),
+        "norm": np.sqrt(raw[:, SUMSQ]),
+    }
+    for name, values in columns.items():
+        rows[:, STATISTICS.index(name)] = values
+    return rows
+
+
+def merge_calls(raw: np.ndarray) -> np.ndarray:
+    """Several calls of one module in a step, as one row."""
+    merged = raw.sum(axis=0)
+    merged[MIN], merged[MAX], merged[ABSMAX] = raw[:, MIN].min(), raw[:, MAX].max(), raw[:, ABSMAX].max()
+    return merged
+
+
+def turn_sign(raw: np.ndarray) -> np.ndarray:
+    """The statistics of −x, from those of x."""
+    turned = raw.copy()
+    turned[:, MIN], turned[:, MAX], turned[:, SUM] = -raw[:, MAX], -raw[:, MIN], -raw[:, SUM]
+    return turned
+
+
+def whole_norm(raw: np.ndarray) -> float:
+    """The L2 norm of several tensors together; nan or inf if one of them holds such a value."""
+    if raw[:, NAN].any():
+        return float("nan")
+    return float("inf") if raw[:, INF].any() else float(np.sqrt(raw[:, SUMSQ].sum()))
+
+
+def square_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Σx² of each tensor, non-finite if an entry is, float64: what a light step measures.
+
+    `_foreach_norm` is the fastest read there is, but on a CPU it loses digits on long rows (0.3 % at 39M
+    entries), so long tensors are read in pieces and added up in float64.
+    """
+    pieces: list[Tensor] = []
+    owner: list[int] = []
+    for index, tensor in enumerate(tensors):
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if tensor.device.type == "cpu" and tensor.numel() > PIECE and tensor.is_contiguous():
+            parts = tensor.view(-1).split(PIECE)
+        else:
+            parts = (tensor,)
+        pieces += parts
+        owner += [index] * len(parts)
+    norms = torch.stack(torch._foreach_norm(pieces)).double()
+    squares = norms * norms
+    if len(pieces) == len(tensors):
+        return squares
+    places = torch.tensor(owner, device=squares.device)
+    return torch.zeros(len(tensors), dtype=torch.float64, device=squares.device).index_add_(0, places, squares)
+
+
+def sample(tensors: Iterable[Tensor]) -> Tensor:
+    """Evenly spaced entries of each tensor as rows of a matrix (N, SAMPLE), float32, short ones padded by nan."""
+    rows = []
+    for tensor in tensors:
+        flat = local(tensor)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat)
+        flat = flat.reshape(-1) if flat.is_contiguous() else _spread(flat)
+        picked = flat[:: max(1, -(-flat.numel() // SAMPLE))][:SAMPLE].to(torch.float32)
+        rows.append(torch.nn.functional.pad(picked, (0, SAMPLE - picked.numel()), value=float("nan")))
+    return torch.stack(rows)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """A few entries of a tensor whose memory is not in order, without copying all of it."""
+    while tensor.dim() > 1 and tensor.numel() > 4 * SAMPLE:
+        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+        if tensor.shape[longest] < 2:
+            break
+        step = [slice(None)] * tensor.dim()
+        step[longest] = slice(None, None, 2)
+        tensor = tensor[tuple(step)]
+    return tensor.reshape(-1)
+
+
+def distributions(samples: np.ndarray) -> np.ndarray:
+    """Percentiles and exponent counts of each row of a sample: one row of a distribution frame."""
+    out = np.zeros((len(samples), len(PERCENTILES) + EXPONENT_BINS), dtype=np.float32)
+    finite = np.where(np.isfinite(samples), samples, np.nan)
+    ordered = np.sort(finite, axis=1)  # nan last
+    counts = np.isfinite(ordered).sum(axis=1)
+    for column, percent in enumerate(PERCENTILES):
+        place = np.clip(np.round((counts - 1) * percent / 100).astype(int), 0, None)
+        out[:, column] = np.where(counts > 0, ordered[np.arange(len(ordered)), place], np.nan)
+    _, exponents = np.frexp(np.nan_to_num(finite))
+    bins = np.clip((exponents - EXPONENT_LOW) // 2, 0, EXPONENT_BINS - 1)
+    bins = np.where(finite == 0, 0, bins)
+    row = np.broadcast_to(np.arange(len(bins))[:, None], bins.shape)
+    known = np.isfinite(finite)
+    np.add.at(out, (row[known], len(PERCENTILES) + bins[known]), 1)
+    return out
+
+
+def cosines(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine of each row with the row of the step before, and of all rows together."""
+    before, after = torch.nan_to_num(before.double()), torch.nan_to_num(after.double())
+    dots = (before * after).sum(dim=1)
+    squares = (before * before).sum(dim=1), (after * after).sum(dim=1)
+    tiny = torch.finfo(torch.float64).tiny
+    rows = dots / (squares[0] * squares[1]).sqrt().clamp_min(tiny)
+    return rows, dots.sum() / (squares[0].sum() * squares[1].sum()).sqrt().clamp_min(tiny)
+
+
+def dead_share(output: Tensor) -> Tensor:
+    """Share of units (last dimension; channels of an image) whose output is the same all over the batch."""
+    units = output.detach()
+    if units.dim() >= 4:
+        units = units.transpose(1, -1)
+    units = units.reshape(-1, units.shape[-1])
+    return (units == units[:1]).all(dim=0).double().mean()
+
+
+def group_by_device(tensors: Mapping[str, Tensor]) -> dict[torch.device, dict[str, Tensor]]:
+    """The same tensors, apart by device: what is on one device is measured there together."""
+    groups: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(tensor.device, {})[name] = tensor
+    return groups
