@@ -12,7 +12,7 @@ IGNORED = -100  # a target that does not count in the loss, as in torch's cross-
 
 @dataclass(frozen=True)
 class Alignment:
-    """Of one batch: how often a target is the next input, and what else could be wrong with it; str() is a table."""
+    """Of one batch: how often a target is the next input, and what else could be wrong; str() is a table."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
@@ -27,7 +27,7 @@ class Alignment:
 
     @property
     def ok(self) -> bool:
-        return self.matching == self.compared and not self.out_of_range and not self.duplicate_rows
+        return self.matching == self.compared and self.out_of_range == 0
 
     def __str__(self) -> str:
         pairs = zip(self.inputs[1:], self.targets, strict=False)
@@ -70,7 +70,7 @@ def compare_alignment(
 
 
 def find_shift(inputs: Tensor, targets: Tensor, furthest: int = 4) -> int | None:
-    """The shift at which every counted target is the input so many places later; 1 is right for a language model."""
+    """The shift at which every counted target is the input so many places later; a language model has 1."""
     for shift in sorted(range(-furthest, furthest + 1), key=lambda s: (s != 1, abs(s))):
         T = inputs.shape[1] - abs(shift)
         if T < 1:

@@ -1,8 +1,8 @@
 """The cascade transformer: stages of growing width, each refining the output of the one before.
 
-A stage sees the input, the previous stage's output and an encoding of the target's place side by side, and its
-output is brought back to the RMS of its input. That division is where such a model explodes: with a weak residual the
-output of a stage can come near zero, and an unbounded rescale multiplies values and gradients by its inverse.
+A stage sees the input, the previous stage's output and an encoding of the target's place side by side, and
+its output is brought back to the RMS of its input. That division is where such a model explodes: with a weak
+residual a stage's output can come near zero, and an unbounded rescale multiplies by its inverse.
 """
 
 # B batch, T time, C channels of the cascade, W width inside a stage
@@ -39,7 +39,7 @@ class CascadeShape:
                 raise UserError(f"{self.heads} heads do not divide a stage width of {width}")
         if self.residuals and len(self.residuals) != len(self.stage_widths):
             raise UserError(
-                f"{len(self.residuals)} residual weights for {len(self.stage_widths)} stages: give one for each"
+                f"{len(self.residuals)} residual weights for {len(self.stage_widths)} stages: give one each"
             )
 
 
@@ -82,7 +82,9 @@ class Cascade(nn.Module):
         self.shape = shape
         self.token_embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position_embedding = nn.Embedding(shape.context, shape.width)
-        self.target_encoding = nn.Embedding(shape.context, shape.width)  # of the place that is to be predicted
+        self.target_encoding = nn.Embedding(
+            shape.context, shape.width
+        )  # of the place that is to be predicted
         residuals = shape.residuals or (1.0,) * len(shape.stage_widths)
         self.cascade_stages = nn.ModuleList(
             Stage(shape, 2 if i == 0 else 3, inner, residual)
@@ -95,7 +97,7 @@ class Cascade(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T) tokens to (B, T, V) logits, or to the mean cross-entropy of (B, T) targets."""
         T = tokens.shape[1]
-        if T > self.shape.context:
+        if self.shape.context < T:
             raise UserError(f"{T} tokens in a row do not fit a context of {self.shape.context}")
         positions = torch.arange(T, device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)

@@ -1,7 +1,7 @@
-"""Checkpoints: a folder each (safetensors and JSON), renamed into place when complete; the last and the best are kept.
+"""Checkpoints: a folder each, renamed into place when complete; the last and the best are kept.
 
-    RUN/checkpoints/index.json              {"last": "step-000500", "best": "step-000400"}
-    RUN/checkpoints/step-000500/weights.safetensors · adam.safetensors · state.json
+RUN/checkpoints/index.json              {"last": "step-000500", "best": "step-000400"}
+RUN/checkpoints/step-000500/weights.safetensors · adam.safetensors · state.json
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = dict[str, Tensor]
 
 
 def save_checkpoint(run: Path, weights: Tensors, adam: Tensors, state: dict[str, Any], *, best: bool) -> Path:
-    """Writes the checkpoint of state["step"], points `last` (and `best`) to it and removes what neither names."""
+    """Writes the checkpoint of state["step"], names it last (and best), and removes what neither names."""
     from safetensors.torch import save_file
 
     folder = run / "checkpoints"
@@ -34,7 +34,9 @@ def save_checkpoint(run: Path, weights: Tensors, adam: Tensors, state: dict[str,
     (temporary / "state.json").write_text(json.dumps(state))
     for path in (*temporary.iterdir(), temporary):
         _flush(path)
-    if (folder / name).exists():  # this step was saved before, by a run that was then resumed from an earlier one
+    if (
+        folder / name
+    ).exists():  # this step was saved before, by a run that was then resumed from an earlier one
         shutil.rmtree(folder / name)
     os.replace(temporary, folder / name)
     _flush(folder)
@@ -70,7 +72,9 @@ def find_checkpoint(run: Path, which: str) -> Path | None:
     return run / "checkpoints" / index[which] if which in index else None
 
 
-def load_checkpoint(path: Path, expected: dict[str, tuple[int, ...]]) -> tuple[Tensors, Tensors, dict[str, Any]]:
+def load_checkpoint(
+    path: Path, expected: dict[str, tuple[int, ...]]
+) -> tuple[Tensors, Tensors, dict[str, Any]]:
     """Weights, Adam's m and v, and the state; raises before anything is returned unless all of it fits."""
     weights = load_weights(path, expected)
     moments = {f"{moment}.{name}": shape for name, shape in expected.items() for moment in ("m", "v")}
@@ -96,7 +100,9 @@ def _load_tensors(path: Path, expected: dict[str, tuple[int, ...]]) -> Tensors:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        other = "the run's other checkpoint stands beside it" if len(_siblings(path)) > 1 else "no other is kept"
+        other = (
+            "the run's other checkpoint stands beside it" if len(_siblings(path)) > 1 else "no other is kept"
+        )
         raise UserError(f"checkpoint file {path} is damaged or missing ({error}); {other}") from None
     unknown, missing = sorted(tensors.keys() - expected.keys()), sorted(expected.keys() - tensors.keys())
     if unknown or missing:

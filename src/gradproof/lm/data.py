@@ -1,4 +1,4 @@
-"""Text files to memory-mapped token files, and token files to the batches of a step, from a seed and nothing else."""
+"""Text files to memory-mapped token files, and token files to batches that follow from a seed and a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenData:
 
 
 def read_documents(source: Path | None) -> list[str]:
-    """The texts of a file or of every text file in a folder; without a source, Python's own standard library."""
+    """The texts of a file or of all text files in a folder; without a source, Python's standard library."""
     if source is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in folder.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(folder).parts)]
@@ -126,13 +126,17 @@ def windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> tuple[Tenso
     return both[:, :-1], both[:, 1:]
 
 
-def training_batch(tokens: np.ndarray, step: int, size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
+def training_batch(
+    tokens: np.ndarray, step: int, size: int, context: int, seed: int
+) -> tuple[Tensor, Tensor]:
     """The batch of a step: the same for the same seed, whatever ran before and on however many ranks."""
     generator = np.random.default_rng((seed, step))
     return windows(tokens, generator.integers(0, len(tokens) - context, size), context)
 
 
-def validation_batches(tokens: np.ndarray, size: int, context: int, count: int) -> list[tuple[Tensor, Tensor]]:
+def validation_batches(
+    tokens: np.ndarray, size: int, context: int, count: int
+) -> list[tuple[Tensor, Tensor]]:
     """The same evenly spread windows every time, at most count × size of them."""
     many = min(count * size, max(1, (len(tokens) - 1) // context))
     starts = np.linspace(0, len(tokens) - context - 1, many).astype(np.int64)
@@ -140,4 +144,8 @@ def validation_batches(tokens: np.ndarray, size: int, context: int, count: int) 
 
 
 def describe(data: TokenData) -> dict[str, Any]:
-    return {"train": len(data.train), "validation": len(data.validation), "vocabulary": data.tokenizer.vocabulary}
+    return {
+        "train": len(data.train),
+        "validation": len(data.validation),
+        "vocabulary": data.tokenizer.vocabulary,
+    }

@@ -97,7 +97,10 @@ class ExplicitGPT:
             self.flat_weights, self.weights = flat_tensors(
                 shapes, lambda n: torch.empty(n, dtype=self.activations, device=device)
             )
-        self._buffers_for: tuple[int, int] | None = None
+        self.blocks: list[BlockActivations]
+        self.inputs: list[Tensor]  # of each block, for recomputation
+        self.work: Workspace
+        self._buffers_for: tuple[int, int] = (0, 0)
 
     def zero_gradients(self) -> None:
         self.flat_gradients.zero_()
@@ -209,14 +212,14 @@ class ExplicitGPT:
         return dx if self.work.narrow is None else self.work.narrow[: len(dx)].copy_(dx)
 
     def _by_sample(self, rows: Tensor) -> Tensor:
-        return rows.view(*self._buffers_for, rows.shape[1])  # type: ignore[misc]
+        return rows.view(*self._buffers_for, rows.shape[1])
 
     def allocate(self, B: int, T: int) -> None:
         """The activations of a (B, T) batch: once, unless the shape changes."""
         if self._buffers_for == (B, T):
             return
         self._buffers_for = (B, T)
-        self.blocks, self.work, self.inputs = [], None, None  # type: ignore[assignment]  # free the old ones first
+        vars(self).update(blocks=None, work=None, inputs=None)  # free the old ones before there are new ones
         N, C, F, H, L = B * T, self.shape.width, self.shape.hidden, self.shape.heads, self.shape.layers
 
         def full(*size: int) -> Tensor:

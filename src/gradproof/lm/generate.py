@@ -23,7 +23,7 @@ def generate(
     end_of_text: int | None = None,
     device: str | torch.device = "cpu",
 ) -> list[int]:
-    """Up to `count` tokens after the prompt, the same for the same seed; temperature 0 takes the likeliest each time."""
+    """Up to `count` tokens after the prompt, the same for the same seed; at temperature 0 the likeliest."""
     if not prompt:
         raise UserError("generation needs a prompt of at least one token")
     if temperature < 0 or top_k < 1:

@@ -93,7 +93,7 @@ def split_text(kind: str, text: str) -> list[str]:
 
 
 def train_tokenizer(kind: str, documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of one of TOKENIZERS; `vocabulary` bounds words and byte pairs, bytes and characters bring theirs."""
+    """A tokenizer of one of TOKENIZERS; `vocabulary` bounds words and byte pairs."""
     if kind == "byte":
         return ByteTokenizer()
     if kind == "bpe":
@@ -109,14 +109,18 @@ def _tokenizers_library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise UserError("--tokenizer bpe needs the tokenizers library: pip install 'gradproof[tokenizers]'") from None
+        raise UserError(
+            "--tokenizer bpe needs the tokenizers library: pip install 'gradproof[tokenizers]'"
+        ) from None
     return tokenizers
 
 
 def _train_bpe(documents: Sequence[str], vocabulary: int) -> BpeTokenizer:
     tokenizers = _tokenizers_library()
     if vocabulary < 257:
-        raise UserError(f"byte-pair encoding needs a vocabulary of at least 257 (the bytes), not {vocabulary}")
+        raise UserError(
+            f"byte-pair encoding needs a vocabulary of at least 257 (the bytes), not {vocabulary}"
+        )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
