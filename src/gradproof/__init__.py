@@ -12,6 +12,8 @@ _HOME = {
     "watch": "gradproof.probes.watch",
     "diagnose": "gradproof.diagnosis.ranking",
     "open_run": "gradproof.record.run",
+    "cross_entropy": "gradproof.kernels.cross_entropy",
+    "linear_cross_entropy": "gradproof.kernels.linear_cross_entropy",
 }
 
 __all__ = ["__version__", *_HOME]

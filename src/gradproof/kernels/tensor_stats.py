@@ -194,9 +194,8 @@ def _count_small(x: Tensor, squares: Tensor, tiny: float) -> tuple[int, int]:
     signs = torch.sign(x, out=squares)
     nonzero = round(torch.dot(signs, signs).item())  # at most CHUNK, exact in float32
     zero = len(x) - nonzero
-    if (
-        tiny * tiny == 0 and squares_above_zero == nonzero
-    ):  # only zeros have squares of zero: nothing is subnormal
+    squares_underflow = tiny < 1e-30  # a subnormal float32 or float64 has a square of zero
+    if squares_underflow and squares_above_zero == nonzero:
         return zero, 0
     return zero, int((x.abs() < tiny).sum()) - zero
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradproof.errors import UserError
-from gradproof.lm.gpt import Block
+from gradproof.lm.gpt import Block, output_loss
 from gradproof.lm.shape import initialise
 
 
@@ -108,4 +108,4 @@ class Cascade(nn.Module):
         out = self.norm(out)
         if targets is None:
             return F.linear(out, self.token_embedding.weight)
-        return F.cross_entropy(F.linear(out, self.token_embedding.weight).flatten(0, 1), targets.flatten())
+        return output_loss(out, self.token_embedding.weight, targets)

@@ -149,7 +149,7 @@ class ExplicitGPT:
     def backward(self, scale: float = 1.0) -> None:
         """Adds the gradient of scale × the last forward's loss; scale is 1/k for k micro-batches."""
         work, p, d = self.work, self.parameters, self.gradients
-        cross_entropy_backward(work.logits, self.targets, scale)
+        cross_entropy_backward(work.logits, scale)
         # forward was logits = last @ head.mT
         linear_backward(work.logits, work.last, self._head(p), work.last, self._head(d), None)
         work.stream.zero_()  # the residual stream is not needed any more: from here on it is its gradient

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradproof.errors import UserError
+from gradproof.kernels.linear_cross_entropy import linear_cross_entropy
 from gradproof.lm.shape import GPTShape, initialise
 
 
@@ -80,4 +81,14 @@ class GPT(nn.Module):
         weight = self.token_embedding.weight if self.head is None else self.head.weight
         if targets is None:
             return F.linear(x, weight)
-        return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
+        return output_loss(x, weight, targets)
+
+
+def output_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of x @ weight.mT, in a bounded slab of logits; the product follows autocast."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    loss = linear_cross_entropy(x, weight, targets)
+    assert isinstance(loss, Tensor)
+    return loss

@@ -14,9 +14,13 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from gradproof.kernels.cross_entropy import check_targets, losses_and_gradient, reduce_losses, scale_of_loss
+from gradproof.kernels.loss_options import LossOptions
+
 NORM_EPS = 1e-5
 CACHED_ELEMENTS = 1 << 17  # a row block of this many elements stays in a core's cache over several passes
 TALL_ROWS = 512
+LOSS = LossOptions()
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
@@ -167,17 +171,14 @@ def gelu_backward(dout: Tensor, x: Tensor) -> None:
 
 
 def cross_entropy_forward(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss over all rows; leaves the softmax in place of the logits, for the backward."""
-    rows = torch.arange(len(targets), device=logits.device)
-    logits -= logits.amax(1, keepdim=True)
-    at_target = logits[rows, targets]
-    denominator = logits.exp_().sum(1, keepdim=True)
-    logits /= denominator
-    return (denominator[:, 0].log() - at_target).mean()
+    """The mean loss over all rows; its gradient is computed with it and left in place of the logits."""
+    check_targets(targets, None, LOSS.ignore_index, logits.shape[1])
+    scale = scale_of_loss(targets, None, None, LOSS)
+    losses, _ = losses_and_gradient(logits, targets, None, None, LOSS, scale, logits)
+    return reduce_losses(losses, scale, LOSS.reduction)
 
 
-def cross_entropy_backward(probabilities: Tensor, targets: Tensor, scale: float) -> None:
-    """Turns the forward's softmax into dlogits in place, times scale."""
-    # forward was loss = mean(-log softmax(logits)[target])
-    probabilities[torch.arange(len(targets), device=targets.device), targets] -= 1
-    probabilities *= scale / len(targets)
+def cross_entropy_backward(dlogits: Tensor, scale: float) -> None:
+    """Multiplies what the forward left, dlogits of the mean loss, by the gradient of that loss."""
+    if scale != 1:
+        dlogits *= scale
