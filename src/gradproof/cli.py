@@ -263,21 +263,21 @@ def watched_training(learner, job, out):
 
     if not isinstance(learner, ExplicitLearner):  # hooks see everything
         with gradproof.watch(learner.module, learner.optimizer, out=out) as monitor:
-            yield monitor.path, lambda moment, learner: None, lambda step: None
+            yield monitor.path, lambda moment, value: None, lambda step: None
         return
     model, optimizer = learner.model, learner.optimizer
     with gradproof.watch(out=out) as monitor:
 
-        def observe(moment, learner):
+        def observe(moment, value):
             if moment == "accumulated":
                 monitor.tensors("gradient", model.gradient_views())
-            elif moment == "updated" and optimizer.steps % 10 == 1:
+            elif moment == "clipped":
+                monitor.clip(before=float(value), after=min(float(value), job.clip), limit=job.clip)
+            elif optimizer.steps % 10 == 1:
                 monitor.adam(optimizer.m, optimizer.v, param=model.parameters)
 
         def note(step):
-            norm = step.gradient_norm
-            monitor.clip(before=norm, after=min(norm, job.clip), limit=job.clip)
-            monitor.log(loss=step.loss, lr=step.lr, grad_norm=norm)
+            monitor.log(loss=step.loss, lr=step.lr, grad_norm=step.gradient_norm)
 
         yield monitor.path, observe, note
 

@@ -232,7 +232,7 @@ def order_of_calls(run: Run) -> Iterator[Symptom]:
         for name, test in (
             ("stale", lambda o: "g" in o),
             ("zeroed", lambda o: "b" in o and "z" in o[o.rindex("b") :]),
-            ("late clip", lambda o: o.lstrip("lz")[:1] in ("c", "v")),
+            ("late clip", lambda o: "b" in o and o.lstrip("lz")[:1] in ("c", "v")),  # no b: a loop by hand
         )
     }
     if share["stale"] > 0.9:

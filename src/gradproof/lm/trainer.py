@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradproof.errors import UserError
 from gradproof.lm.adam import AdamSettings, learning_rate
@@ -198,7 +199,7 @@ def resume(run: Path, learner: Learner, job: Job) -> tuple[int, float]:
     return state["step"], state["best"]
 
 
-Observe = Callable[[str, Learner], None]
+Observe = Callable[[str, Tensor], None]
 
 
 def train(
@@ -209,11 +210,12 @@ def train(
     ranks: Ranks,
     *,
     on_step: Callable[[Step], None] = lambda step: None,
-    observe: Observe = lambda moment, learner: None,
+    observe: Observe = lambda moment, value: None,
 ) -> int | None:
     """Trains from where the run stands to job.steps; the signal that ended it early, if one did.
 
-    `observe` is called in each step with "accumulated" (gradients before the clip), "clipped" and "updated".
+    `observe` is called in each step with "accumulated" and the loss, then with "clipped" and with "updated",
+    both with the gradient's norm before the clip.
     """
     done, best = resume(run, learner, job)
     rate = learning_rate(job.schedule, job.lr, job.warmup, job.steps)
@@ -223,11 +225,11 @@ def train(
         for step in range(done, job.steps):
             began = time.perf_counter()
             loss = learner.accumulate(batch_of(step))
-            observe("accumulated", learner)
+            observe("accumulated", loss)
             norm = learner.clip(job.clip)
-            observe("clipped", learner)
+            observe("clipped", norm)
             learner.update(rate(step))
-            observe("updated", learner)
+            observe("updated", norm)
             loss_value, norm_value = torch.stack([loss.double(), norm.double()]).tolist()  # the one transfer
             seconds = time.perf_counter() - began
             ended = ranks.any(bool(caught))
