@@ -309,19 +309,18 @@ def test_a_refused_checkpoint_changes_nothing(text, tmp_path):
         read_job(tmp_path / "run")
 
 
-def torchrun(ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def torchrun(*arguments):
+    """On two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "gradproof", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def alone(*arguments):
+    assert cli.main([*map(str, arguments)]) == 0
 
 
 def weights_of(run: Path):
@@ -330,29 +329,35 @@ def weights_of(run: Path):
     return load_file(find_checkpoint(run, "last") / "weights.safetensors")
 
 
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [[], ["--shard"], ["--model", "explicit"]], ids=["ddp", "fsdp2", "explicit"]
-)
-def test_two_ranks_train_the_model_of_one(options, text, tmp_path):
-    """Half of the steps on two ranks, the other half resumed on one: as if one had done all of them."""
-    arguments = ["train", "--data", text, "--dtype", "float64", "--accumulate", "2", *SMALL_ARGUMENTS]
-    model = [o for o in options if o != "--shard"]
-    assert cli.main([*map(str, arguments), *model, "--steps", "8", "--out", str(tmp_path / "one")]) == 0
-    out = torchrun(2, *arguments, *options, "--steps", 8, "--evaluate-every", 4, "--out", tmp_path / "two")
-    assert "on 2 × cpu" in out
-    assert largest_difference(weights_of(tmp_path / "one"), weights_of(tmp_path / "two")) < 1e-5
-
-    for run, first, second in (("up", 1, 2), ("down", 2, 1)):
-        folder = tmp_path / run
-        torchrun(first, *arguments, *(options if first == 2 else model), "--steps", 4, "--out", folder)
-        shard = ["--shard"] if second == 2 and "--shard" in options else []
-        job = json.loads((folder / "job.json").read_text())
-        (folder / "job.json").write_text(json.dumps(job | {"shard": bool(shard)}))
-        torchrun(second, "train", "--resume", folder, "--steps", 8, *shard)
-    assert largest_difference(weights_of(tmp_path / "up"), weights_of(tmp_path / "down")) < 1e-5
+@pytest.mark.parametrize("model, shard", [("gpt", []), ("gpt", ["--shard"]), ("explicit", [])])
+def test_two_ranks_train_the_model_of_one(model, shard, text, tmp_path):
+    """All steps on one rank, all on two, and half of them on each in either order: the same weights."""
+    job = [
+        "train",
+        "--model",
+        model,
+        "--data",
+        text,
+        "--dtype",
+        "float64",
+        "--accumulate",
+        "2",
+        *SMALL_ARGUMENTS,
+    ]
+    job += ["--schedule", "constant", "--warmup", "0", "--lr", "1e-3"]
+    one, two, up, down = (tmp_path / name for name in ("one", "two", "up", "down"))
+    alone(*job, "--steps", 6, "--out", one)
+    assert "on 2 × cpu" in torchrun(*job, *shard, "--steps", 6, "--out", two)
+    alone(*job, "--steps", 3, "--out", up)
+    torchrun("train", "--resume", up, *shard, "--steps", 6)
+    torchrun(*job, *shard, "--steps", 3, "--out", down)
+    alone("train", "--resume", down, *(["--no-shard"] if shard else []), "--steps", 6)
+    expected = weights_of(one)
+    for run in (two, up, down):
+        found = weights_of(run)
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            # a key's bias has no gradient but rounding, of which Adam makes steps of any sign
+            if not name.endswith("qkv.bias"):
+                assert (found[name] - weight).abs().max() < 1e-6, (run.name, name)

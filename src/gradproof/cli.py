@@ -207,7 +207,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
     for name, (kind, text) in TRAIN_OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, help=text)
     for name, text in TRAIN_FLAGS.items():
-        parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--out", metavar="DIR", help="where the run is written (default: runs/train-DATE-TIME)")
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last checkpoint")

@@ -33,17 +33,17 @@ class ModuleLearner:
     ) -> None:
         self.module, self.ranks, self.autocast = module.to(ranks.device), ranks, autocast
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        self.names = list(self.shapes)
         if shard:
             shard_module(module, ranks)
-        parameters = dict(module.named_parameters())  # sharding replaces them
+        # as the optimizer knows them: FSDP2 shows others while a group is gathered
+        self.parameters = dict(zip(self.shapes, module.parameters(), strict=True))
         self.optimizer = torch.optim.AdamW(
             [
                 {
-                    "params": [p for p in parameters.values() if p.dim() > 1],
+                    "params": [p for p in self.parameters.values() if p.dim() > 1],
                     "weight_decay": adam.weight_decay,
                 },
-                {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
+                {"params": [p for p in self.parameters.values() if p.dim() == 1], "weight_decay": 0.0},
             ],
             lr=0.0,
             betas=(adam.beta1, adam.beta2),
@@ -80,7 +80,7 @@ class ModuleLearner:
 
     def clip(self, limit: float) -> Tensor:
         """Clips by the global norm; returns the norm before."""
-        return full(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit))
+        return full(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
 
     def update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -98,21 +98,19 @@ class ModuleLearner:
             return self.module(tokens)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Weights, and Adam's m and v, whole and on the CPU; every rank has to call it."""
+        """Weights, and Adam's m and v, whole and on the CPU, after a step; every rank has to call it."""
         weights, adam = {}, {}
-        for name, parameter in self._parameters().items():
-            moments = self.optimizer.state.get(parameter, {})
+        for name, parameter in self.parameters.items():
             weights[name] = full(parameter).cpu()
             for short, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
-                whole = full(moments[key]) if moments else torch.zeros(self.shapes[name])
-                adam[f"{short}.{name}"] = whole.cpu()
+                adam[f"{short}.{name}"] = full(self.optimizer.state[parameter][key]).cpu()
         return weights, adam
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], adam: dict[str, Tensor], steps: int) -> None:
         """The inverse of `state`, on however many ranks it was written."""
         fused_on_gpu = self.ranks.device.type == "cuda"
-        for name, parameter in self._parameters().items():
+        for name, parameter in self.parameters.items():
             parameter.copy_(part_of(weights[name], parameter))
             if steps:
                 at = torch.tensor(float(steps), device=self.ranks.device if fused_on_gpu else "cpu")
@@ -121,9 +119,6 @@ class ModuleLearner:
                     "exp_avg": part_of(adam[f"m.{name}"], parameter).clone(),
                     "exp_avg_sq": part_of(adam[f"v.{name}"], parameter).clone(),
                 }
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(zip(self.names, self.module.parameters(), strict=True))
 
 
 @contextmanager
