@@ -17,7 +17,6 @@ from gradproof.lm.layers import (
     add_product,
     attention_backward,
     attention_forward,
-    by_group,
     cross_entropy_backward,
     cross_entropy_forward,
     embedding_backward,
@@ -29,6 +28,7 @@ from gradproof.lm.layers import (
     layernorm_output,
     linear_backward,
     linear_forward,
+    samples_at_once,
     tall_blocks,
 )
 from gradproof.lm.shape import GPTShape, flat_tensors, initialise, parameter_shapes
@@ -251,7 +251,7 @@ class ExplicitGPT:
             again=full(N, C) if self.recompute else None,
             dqkv=narrow(N, 3 * C),
             wide=narrow(len(stream[next(tall_blocks(stream))]), F),
-            scores=narrow(B // len(by_group(blocks[0].attention)) * H, T, T),
+            scores=narrow(samples_at_once(B, H, T, stream.device) * H, T, T),
             mask=torch.full_like(narrow(T, T), float("-inf")).triu_(1),
             xhat=full(N, C),
             rstd=full(N, 1),

@@ -20,6 +20,7 @@ from gradproof.kernels.loss_options import LossOptions
 NORM_EPS = 1e-5
 CACHED_ELEMENTS = 1 << 17  # a row block of this many elements stays in a core's cache over several passes
 TALL_ROWS = 512
+CACHED_SCORES = 1 << 18
 LOSS = LossOptions()
 
 
@@ -91,16 +92,18 @@ def layernorm_backward(
     dout: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor
 ) -> None:
     """Adds to dx, which holds the gradient of the residual around the norm."""
+    weight = weight.to(dx.dtype)
+    mean_weight = weight / len(weight)
     for rows in row_blocks(dout):
         d, unit = dout[rows].to(dx.dtype), xhat[rows].to(dx.dtype)
         # forward was out = xhat * weight + bias
         dbias += d.sum(0)
-        dweight += (d * unit).sum(0)
-        dxhat = d * weight
-        # forward was xhat = (x - mean(x)) * rstd: dx loses its mean and its part along xhat
-        along = (dxhat * unit).mean(1, keepdim=True)
-        dxhat -= dxhat.mean(1, keepdim=True)
-        dx[rows] += dxhat.addcmul_(unit, along, value=-1).mul_(rstd[rows])
+        product = d * unit
+        dweight += product.sum(0)
+        # forward was xhat = (x - mean(x)) * rstd: dxhat loses its mean and its part along xhat
+        level, along = (d @ mean_weight)[:, None], (product @ mean_weight)[:, None]
+        dxhat = torch.mul(d, weight, out=product).addcmul_(unit, along, value=-1).sub_(level)
+        dx[rows].addcmul_(dxhat, rstd[rows])
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,53 +113,59 @@ def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def by_group(x: Tensor) -> tuple[Tensor, ...]:
-    """(B, H, T, ·) cut into what attends at once: a sample on a CPU (no copies, cached scores), else all."""
-    return x.unbind(0) if x.device.type == "cpu" else (x,)
+def samples_at_once(B: int, heads: int, T: int, device: torch.device) -> int:
+    """How many samples attend together: on a CPU as many as keep the scores in cache, on a GPU all."""
+    if device.type != "cpu":
+        return B
+    most = max(1, CACHED_SCORES // (heads * T * T))
+    return max(n for n in range(1, min(B, most) + 1) if B % n == 0)
+
+
+def sample_groups(B: int, scores: Tensor, heads: int) -> Iterator[slice]:
+    """Slices of the samples that attend together, for which the scores have room."""
+    at_once = len(scores) // heads
+    return (slice(start, start + at_once) for start in range(0, B, at_once))
 
 
 def attention_forward(qkv: Tensor, mask: Tensor, scores: Tensor, attention: Tensor, out: Tensor) -> None:
     """Multi-head causal attention; mask is (T, T) with 0 where a row may look and -inf where it may not.
 
-    qkv is (B, T, 3C), out (B, T, C); attention (B, H, T, T) is kept for the backward; scores are (H, T, T)
-    for each sample of a group.
+    qkv is (B, T, 3C), out (B, T, C); attention (B, H, T, T) is kept for the backward; scores are (n·H, T, T)
+    for the n samples of a group.
     """
-    heads = attention.shape[1]
-    query, key, value = split_heads(qkv, heads)
+    B, heads = attention.shape[:2]
+    inputs = (*split_heads(qkv, heads), attention)
     out_heads = out.unflatten(2, (heads, -1)).transpose(1, 2)  # (B, H, T, D)
-    scale = 1 / sqrt(query.shape[3])
+    scale = sqrt(heads / out.shape[2])  # 1/√D
     mask = mask.expand_as(scores)
-    for q, k, v, att, o in zip(*map(by_group, (query, key, value, attention, out_heads)), strict=True):
-        q, k, v, att = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, att))
+    for group in sample_groups(B, scores, heads):
+        q, k, v, att = (x[group].flatten(0, 1) for x in inputs)  # (n·H, T, ·)
         torch.baddbmm(mask, q, k.mT, alpha=scale, out=scores)
         torch.softmax(scores, dim=-1, out=att)
-        o.copy_(torch.bmm(att, v).view_as(o))
+        out_heads[group] = torch.bmm(att, v).view_as(out_heads[group])
 
 
 def attention_backward(
     dout: Tensor, out: Tensor, qkv: Tensor, attention: Tensor, scores: Tensor, dqkv: Tensor
 ) -> None:
     """Writes dqkv (B, T, 3C); `scores` is scratch of the forward's shape."""
-    heads = attention.shape[1]
+    B, heads = attention.shape[:2]
     dout_heads, out_heads = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (dout, out))
     inputs = (*split_heads(qkv, heads), attention, dout_heads, out_heads)
-    scale = 1 / sqrt(out_heads.shape[3])
-    for (q, k, v, att, do, o), (dq, dk, dv) in zip(
-        zip(*map(by_group, inputs), strict=True),
-        zip(*map(by_group, split_heads(dqkv, heads)), strict=True),
-        strict=True,
-    ):
-        along = (do * o).sum(-1, keepdim=True).reshape(-1, do.shape[-2], 1)
-        q, k, v, att, do = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, att, do))
+    outputs = split_heads(dqkv, heads)
+    scale = sqrt(heads / out.shape[2])  # 1/√D
+    for group in sample_groups(B, scores, heads):
+        q, k, v, att, do, o = (x[group].flatten(0, 1) for x in inputs)  # (n·H, T, ·)
+        dq, dk, dv = (x[group] for x in outputs)
         # forward was out = att @ v
         dv.copy_(torch.bmm(att.mT, do).view_as(dv))
         dscores = torch.bmm(do, v.mT, out=scores)  # datt
         # forward was att = softmax(scores); the row sums of att * datt are those of out * dout
-        dscores -= along
+        dscores -= (do * o).sum(-1, keepdim=True)
         dscores *= att
         # forward was scores = scale * q @ k.mT + mask
-        dq.copy_(torch.bmm(dscores, k).mul_(scale).view_as(dq))
-        dk.copy_(torch.bmm(dscores.mT, q).mul_(scale).view_as(dk))
+        dq.copy_(torch.baddbmm(q, dscores, k, beta=0, alpha=scale).view_as(dq))
+        dk.copy_(torch.baddbmm(k, dscores.mT, q, beta=0, alpha=scale).view_as(dk))
 
 
 def gelu_forward(x: Tensor, out: Tensor) -> None:

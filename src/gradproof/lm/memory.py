@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradproof.lm.adam import FlatAdamW
 from gradproof.lm.explicit_gpt import BlockActivations, ExplicitGPT, Workspace
-from gradproof.lm.layers import TALL_ROWS
+from gradproof.lm.layers import TALL_ROWS, samples_at_once
 
 KINDS = ("embedding", "attention", "feed_forward", "norm", "output", "workspace")
 COLUMNS = ("parameters", "gradients", "Adam m and v", "activations")
@@ -75,8 +75,8 @@ def computed_bytes(model: ExplicitGPT, B: int, T: int) -> dict[str, dict[str, in
         "workspace": 0,
     }
     kept = 1 if model.recompute else L
-    on_cpu = model.flat_parameters.device.type == "cpu"
-    at_once, tall = (1, min(N, TALL_ROWS)) if on_cpu else (B, N)
+    at_once = samples_at_once(B, H, T, model.flat_parameters.device)
+    tall = min(N, TALL_ROWS) if model.flat_parameters.device.type == "cpu" else N
     activations = {
         "embedding": full * N * C,
         "attention": kept * narrow * (N * 3 * C + N * C + B * H * T * T),
