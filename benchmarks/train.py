@@ -1,11 +1,12 @@
-"""Training steps side by side: the explicit model against autograd on a CPU; fused loss and watching on a GPU.
+"""Training steps side by side: the explicit model and autograd on a CPU; fused loss and watching on a GPU.
 
-    python benchmarks/train.py            whichever of the two this machine can do (a GPU run takes under 4 minutes)
+    python benchmarks/train.py            whichever of the two this machine can do
     python benchmarks/train.py --cpu      the CPU part on a machine that has a GPU
 
-On a CPU both models take whole steps (forward, backward, clip, AdamW) in turn, in one process, timed by CPU time on
-one thread; the ratio is the median over the pairs. Memory is the growth of the peak resident size in a process of its
-own. On a GPU, GPT-2 124M trains on 16 × 1024 tokens in bfloat16 under torch.compile.
+On a CPU each model takes whole steps (forward, backward, clip, AdamW) in a process of its own, as in a real
+training, in turn with the others, on one thread; ratios are medians over the rounds of CPU time. Memory is
+how far building the model and its steps raise the peak resident size. On a GPU (under 4 minutes), GPT-2 124M
+trains on 16 × 1024 tokens in bfloat16 under torch.compile.
 """
 
 from __future__ import annotations
@@ -82,24 +83,44 @@ def autograd_fused(shape: GPTShape, batch: int) -> Step:
     return autograd_step(shape, batch, fused=True)
 
 
-def cpu_seconds(step: Step) -> float:
-    start = time.process_time()
-    step()
-    return time.process_time() - start
+class Worker:
+    """A process that builds a model and takes its steps when told."""
+
+    def __init__(self, make: Callable[[GPTShape, int], Step], shape: GPTShape, batch: int) -> None:
+        self.pool = multiprocessing.get_context("spawn").Pool(1, build_here, (make, shape, batch))
+        self.seconds: list[float] = []
+
+    def take(self, steps: int) -> float:
+        """CPU seconds of a step, system time included."""
+        return self.pool.apply(take_here, (steps,))
+
+    def peak(self) -> int:
+        return self.pool.apply(peak_here)
 
 
-def measure_cpu(shape: GPTShape, batch: int, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each variant in each round."""
+def build_here(make: Callable[[GPTShape, int], Step], shape: GPTShape, batch: int) -> None:
+    global here, before
     torch.set_num_threads(1)
-    steps = {make.__name__: make(shape, batch) for make in (autograd_default, autograd_fused, explicit_step)}
-    for step in steps.values():
-        step()
-        step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(cpu_seconds(step))
-    return times
+    make(
+        GPTShape(vocabulary=16, context=8, width=8, heads=1, layers=1), 1
+    )()  # loads what any first step loads
+    before = resident("VmRSS")
+    here = make(shape, batch)
+
+
+def take_here(steps: int) -> float:
+    start = time.process_time()
+    for _ in range(steps):
+        here()
+    return (time.process_time() - start) / steps
+
+
+def peak_here() -> int:
+    return resident("VmHWM") - before
+
+
+here: Step
+before: int
 
 
 def resident(field: str) -> int:
@@ -108,47 +129,39 @@ def resident(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
 
-def measure_peak(make: Callable[[GPTShape, int], Step], shape: GPTShape, batch: int) -> int:
-    """How far building a model and three of its steps raise the peak resident size."""
-    torch.set_num_threads(1)
-    tiny = make(GPTShape(vocabulary=16, context=8, width=8, heads=1, layers=1), 1)
-    tiny()  # what the first step of a process loads is nobody's
-    before = resident("VmRSS")
-    step = make(shape, batch)
-    for _ in range(3):
-        step()
-    return resident("VmHWM") - before
+def measure_cpu(shape: GPTShape, batch: int, rounds: int) -> list[Worker]:
+    """Workers for autograd, autograd with a fused optimizer, and the explicit model, measured in turn."""
+    workers = [Worker(make, shape, batch) for make in (autograd_default, autograd_fused, explicit_step)]
+    for worker in workers:
+        worker.take(3)
+    for _ in range(rounds):
+        for worker in workers:
+            worker.seconds.append(worker.take(2))
+    return workers
 
 
-def peak_in_own_process(make: Callable[[GPTShape, int], Step], shape: GPTShape, batch: int) -> int:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure_peak, (make, shape, batch))
+def median_ratio(worker: Worker, base: Worker) -> float:
+    return statistics.median(a / b for a, b in zip(worker.seconds, base.seconds, strict=True))
 
 
 def print_cpu_table(rounds: int) -> None:
-    print(f"CPU, one thread, torch {torch.__version__}; explicit against the nn.Module in eager autograd\n")
     print(
-        "| width, layers, batch × context | autograd ms | fused AdamW ms | explicit ms | ratio | ratio to fused |",
-        end="",
+        f"CPU, one thread, torch {torch.__version__}; the explicit model and the nn.Module under eager autograd\n"
     )
-    print(" autograd MiB | explicit MiB | ratio |\n|---|---|---|---|---|---|---|---|---|")
+    columns = ["width, layers, batch × context", "autograd ms", "with fused AdamW ms", "explicit ms", "ratio"]
+    columns += ["ratio to fused AdamW", "autograd MiB", "explicit MiB", "ratio"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for shape, batch in CPU_SIZES:
-        times = measure_cpu(shape, batch, rounds)
-        eager, fused, explicit = (times[n] for n in ("autograd_default", "autograd_fused", "explicit_step"))
-        ratio, to_fused = (
-            statistics.median(e / other for e, other in zip(explicit, base, strict=True))
-            for base in (eager, fused)
-        )
-        peaks = [peak_in_own_process(make, shape, batch) for make in (autograd_default, explicit_step)]
+        workers = measure_cpu(shape, batch, rounds)
+        autograd, fused, explicit = workers
         cells = [f"{shape.width}, {shape.layers}, {batch} × {shape.context}"]
-        cells += [f"{1000 * statistics.median(t):.1f}" for t in (eager, fused, explicit)]
-        cells += [
-            f"{ratio:.3f}",
-            f"{to_fused:.3f}",
-            *(f"{p / 2**20:.0f}" for p in peaks),
-            f"{peaks[1] / peaks[0]:.2f}",
-        ]
+        cells += [f"{1000 * statistics.median(w.seconds):.1f}" for w in workers]
+        cells += [f"{median_ratio(explicit, autograd):.3f}", f"{median_ratio(explicit, fused):.3f}"]
+        cells += [f"{w.peak() / 2**20:.0f}" for w in (autograd, explicit)]
+        cells.append(f"{explicit.peak() / autograd.peak():.2f}")
         print(f"| {' | '.join(cells)} |", flush=True)
+        for worker in workers:
+            worker.pool.terminate()
 
 
 class GPUTraining:
@@ -240,7 +253,7 @@ def print_gpu_table(shape: GPTShape, batch: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--cpu", action="store_true", help="the CPU part, even where there is a GPU")
-    parser.add_argument("--rounds", type=int, default=12, help="pairs of steps on a CPU")
+    parser.add_argument("--rounds", type=int, default=10, help="of two steps each on a CPU")
     args = parser.parse_args()
     if args.cpu or not torch.cuda.is_available():
         print_cpu_table(args.rounds)

@@ -59,7 +59,7 @@ def test_gradients_agree_when_the_rows_take_several_blocks(monkeypatch):
     assert worst_against_autograd(model, *batch()) <= 1e-12
 
 
-def without_mean_term(dout, xhat, rstd, weight, dx, dweight, dbias):
+def without_mean_term(dout, xhat, rstd, weight, dx, dweight, dbias, scratch):
     dbias += dout.sum(0)
     dweight += (dout * xhat).sum(0)
     dxhat = dout * weight
@@ -254,7 +254,7 @@ def test_a_step_allocates_nothing_large():
     step()
     with LargestNewStorage() as largest:
         step()
-    assert 0 < largest.bytes <= 4 * layers.CACHED_ELEMENTS < model.work.stream.nbytes
+    assert 0 < largest.bytes <= 1 << 18 < model.work.stream.nbytes
 
 
 def test_impossible_shapes_are_named():

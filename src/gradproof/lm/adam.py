@@ -12,7 +12,8 @@ from torch import Tensor
 from gradproof.errors import UserError
 from gradproof.lm.shape import flat_tensors
 
-CACHED_ELEMENTS = 1 << 16  # of parameters updated at once on a CPU, so that the passes stay in cache
+CHUNK = 1 << 16  # parameters updated at once on a CPU, so that the passes stay in cache
+CHUNK_ON_GPU = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class FlatAdamW:
         self.flat_parameters, self.settings, self.steps = parameters, settings, 0
         self.flat_m, self.m = flat_tensors(shapes, lambda n: torch.zeros_like(parameters))
         self.flat_v, self.v = flat_tensors(shapes, lambda n: torch.zeros_like(parameters))
+        self.scratch = torch.empty_like(parameters[chunks(parameters)[0]])
         self.decayed = sum(prod(s) for s in shapes.values() if len(s) > 1)
 
     def step(self, gradients: Tensor, lr: float) -> None:
@@ -54,12 +56,13 @@ class FlatAdamW:
             m, v, g = self.flat_m[part], self.flat_v[part], gradients[part]
             m.lerp_(g, 1 - s.beta1)
             v.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-            self.flat_parameters[part].addcdiv_(m, v.sqrt().add_(s.eps * root2), value=-rate)
+            root = torch.sqrt(v, out=self.scratch[: len(v)]).add_(s.eps * root2)
+            self.flat_parameters[part].addcdiv_(m, root, value=-rate)
 
 
 def chunks(flat: Tensor) -> list[slice]:
-    """The flat buffer in cache-sized parts on a CPU, whole on a GPU."""
-    size = CACHED_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())
+    """The flat buffer in parts, cache-sized on a CPU."""
+    size = CHUNK if flat.device.type == "cpu" else CHUNK_ON_GPU
     return [slice(start, start + size) for start in range(0, flat.numel(), size)]
 
 

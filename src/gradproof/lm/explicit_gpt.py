@@ -28,6 +28,7 @@ from gradproof.lm.layers import (
     layernorm_output,
     linear_backward,
     linear_forward,
+    row_blocks,
     samples_at_once,
     tall_blocks,
 )
@@ -58,7 +59,9 @@ class Workspace:
     again: Tensor | None  # (N, C), the stream of a block that is computed again
     dqkv: Tensor  # (N, 3C)
     wide: Tensor  # (rows of a tall block, F)
-    scores: Tensor  # (b·H, T, T) for the b samples that attend at once
+    scores: Tensor  # (n·H, T, T) for the n samples that attend together
+    heads: Tensor  # (7, n·H, T, D): query, key and so on of those samples
+    scratch: Tensor  # a block of rows of a norm
     mask: Tensor  # (T, T)
     xhat: Tensor  # (N, C), of the final norm
     rstd: Tensor  # (N, 1)
@@ -136,7 +139,9 @@ class ExplicitGPT:
             if self.recompute:
                 self.inputs[l].copy_(work.stream)
             self._block_forward(l, work.stream)
-        layernorm_forward(work.stream, p["norm.weight"], p["norm.bias"], work.xhat, work.rstd, work.last)
+        layernorm_forward(
+            work.stream, p["norm.weight"], p["norm.bias"], work.xhat, work.rstd, work.last, work.scratch
+        )
         torch.mm(work.last, self._head(p).mT, out=work.logits)
         return work.logits.view(B, T, -1)
 
@@ -153,8 +158,9 @@ class ExplicitGPT:
         # forward was logits = last @ head.mT
         linear_backward(work.logits, work.last, self._head(p), work.last, self._head(d), None)
         work.stream.zero_()  # the residual stream is not needed any more: from here on it is its gradient
+        dnorm = d["norm.weight"], d["norm.bias"]
         layernorm_backward(
-            work.last, work.xhat, work.rstd, p["norm.weight"], work.stream, d["norm.weight"], d["norm.bias"]
+            work.last, work.xhat, work.rstd, p["norm.weight"], work.stream, *dnorm, work.scratch
         )
         for l in reversed(range(self.shape.layers)):
             if work.again is not None:
@@ -171,14 +177,14 @@ class ExplicitGPT:
         """x += attention(norm1(x)); x += feed_forward(norm2(x)), in place."""
         a, work = self.blocks[l], self.work
         norm1, qkv, out, norm2, w1, w2 = block_tensors(self.weights, l)
-        layernorm_forward(x, *norm1, a.xhat1, a.rstd1, work.normed)
+        layernorm_forward(x, *norm1, a.xhat1, a.rstd1, work.normed, work.scratch)
         linear_forward(work.normed, *qkv, a.qkv)
         heads, mixed = self._by_sample(a.qkv), self._by_sample(a.mixed)
-        attention_forward(heads, work.mask, work.scores, a.attention, mixed)
+        attention_forward(heads, work.mask, work.scores, work.heads, a.attention, mixed)
         add_linear(x, a.mixed, *out, work.normed)
         for rows in tall_blocks(x):
             normed, hidden, wide = work.normed[rows], a.hidden[rows], work.wide[: len(x[rows])]
-            layernorm_forward(x[rows], *norm2, a.xhat2[rows], a.rstd2[rows], normed)
+            layernorm_forward(x[rows], *norm2, a.xhat2[rows], a.rstd2[rows], normed, work.scratch)
             linear_forward(normed, *w1, hidden)
             gelu_forward(hidden, wide)
             add_linear(x[rows], wide, *w2, normed)
@@ -197,15 +203,17 @@ class ExplicitGPT:
             gelu_backward(wide, hidden)
             layernorm_output(a.xhat2[rows], *norm2, normed)
             linear_backward(wide, normed, w1[0], normed, *dw1)
-            layernorm_backward(normed, a.xhat2[rows], a.rstd2[rows], norm2[0], dx[rows], *dnorm2)
+            layernorm_backward(
+                normed, a.xhat2[rows], a.rstd2[rows], norm2[0], dx[rows], *dnorm2, work.scratch
+            )
 
         # forward was x + out(attention(qkv(norm1(x))))
         linear_backward(self._narrow(dx), a.mixed, out[0], work.normed, *dout)
         dmixed, mixed, heads, dheads = map(self._by_sample, (work.normed, a.mixed, a.qkv, work.dqkv))
-        attention_backward(dmixed, mixed, heads, a.attention, work.scores, dheads)
+        attention_backward(dmixed, mixed, heads, a.attention, work.scores, work.heads, dheads)
         layernorm_output(a.xhat1, *norm1, work.normed)
         linear_backward(work.dqkv, work.normed, qkv[0], work.normed, *dqkv)
-        layernorm_backward(work.normed, a.xhat1, a.rstd1, norm1[0], dx, *dnorm1)
+        layernorm_backward(work.normed, a.xhat1, a.rstd1, norm1[0], dx, *dnorm1, work.scratch)
 
     def _narrow(self, dx: Tensor) -> Tensor:
         """Rows of the stream's gradient in the activations' dtype."""
@@ -244,6 +252,7 @@ class ExplicitGPT:
         self.blocks = blocks * L if self.recompute else blocks
         self.inputs = [full(N, C) for _ in range(L if self.recompute else 0)]
         stream, normed, same = full(N, C), narrow(N, C), self.flat_weights is self.flat_parameters
+        at_once = samples_at_once(B, H, T, stream.device)
         self.work = Workspace(
             stream=stream,
             normed=normed,
@@ -251,7 +260,9 @@ class ExplicitGPT:
             again=full(N, C) if self.recompute else None,
             dqkv=narrow(N, 3 * C),
             wide=narrow(len(stream[next(tall_blocks(stream))]), F),
-            scores=narrow(samples_at_once(B, H, T, stream.device) * H, T, T),
+            scores=narrow(at_once * H, T, T),
+            heads=narrow(7, at_once * H, T, C // H),
+            scratch=full(len(stream[next(row_blocks(stream))]) * C),
             mask=torch.full_like(narrow(T, T), float("-inf")).triu_(1),
             xhat=full(N, C),
             rstd=full(N, 1),

@@ -73,10 +73,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def layernorm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor, xhat: Tensor, rstd: Tensor, out: Tensor, scratch: Tensor
 ) -> None:
+    """xhat and rstd are kept for the backward; scratch holds a block of rows."""
     for rows in row_blocks(x):
-        centred = x[rows] - x[rows].mean(1, keepdim=True)
+        centred = scratch[: x[rows].numel()].view_as(x[rows])
+        torch.sub(x[rows], x[rows].mean(1, keepdim=True), out=centred)
         norm = torch.linalg.vector_norm(centred, dim=1, keepdim=True)
         torch.rsqrt(norm.square_().div_(x.shape[1]).add_(NORM_EPS), out=rstd[rows])
         torch.mul(centred, rstd[rows], out=xhat[rows])
@@ -89,7 +91,14 @@ def layernorm_output(xhat: Tensor, weight: Tensor, bias: Tensor, out: Tensor) ->
 
 
 def layernorm_backward(
-    dout: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor
+    dout: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    dx: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    scratch: Tensor,
 ) -> None:
     """Adds to dx, which holds the gradient of the residual around the norm."""
     weight = weight.to(dx.dtype)
@@ -98,7 +107,7 @@ def layernorm_backward(
         d, unit = dout[rows].to(dx.dtype), xhat[rows].to(dx.dtype)
         # forward was out = xhat * weight + bias
         dbias += d.sum(0)
-        product = d * unit
+        product = torch.mul(d, unit, out=scratch[: d.numel()].view_as(d))
         dweight += product.sum(0)
         # forward was xhat = (x - mean(x)) * rstd: dxhat loses its mean and its part along xhat
         level, along = (d @ mean_weight)[:, None], (product @ mean_weight)[:, None]
@@ -121,51 +130,61 @@ def samples_at_once(B: int, heads: int, T: int, device: torch.device) -> int:
     return max(n for n in range(1, min(B, most) + 1) if B % n == 0)
 
 
-def sample_groups(B: int, scores: Tensor, heads: int) -> Iterator[slice]:
-    """Slices of the samples that attend together, for which the scores have room."""
-    at_once = len(scores) // heads
-    return (slice(start, start + at_once) for start in range(0, B, at_once))
+def as_matrices(heads: Tensor, place: Tensor) -> Tensor:
+    """(n, H, T, D) of a group of samples as matrices (n·H, T, D): as they are, or copied into place."""
+    if len(heads) == 1:
+        return heads[0]
+    place.view_as(heads).copy_(heads)
+    return place
 
 
-def attention_forward(qkv: Tensor, mask: Tensor, scores: Tensor, attention: Tensor, out: Tensor) -> None:
+def attention_forward(
+    qkv: Tensor, mask: Tensor, scores: Tensor, scratch: Tensor, attention: Tensor, out: Tensor
+) -> None:
     """Multi-head causal attention; mask is (T, T) with 0 where a row may look and -inf where it may not.
 
     qkv is (B, T, 3C), out (B, T, C); attention (B, H, T, T) is kept for the backward; scores are (n·H, T, T)
-    for the n samples of a group.
+    and scratch (7, n·H, T, D) for the n samples that attend together.
     """
     B, heads = attention.shape[:2]
-    inputs = (*split_heads(qkv, heads), attention)
+    inputs = split_heads(qkv, heads)
     out_heads = out.unflatten(2, (heads, -1)).transpose(1, 2)  # (B, H, T, D)
     scale = sqrt(heads / out.shape[2])  # 1/√D
     mask = mask.expand_as(scores)
-    for group in sample_groups(B, scores, heads):
-        q, k, v, att = (x[group].flatten(0, 1) for x in inputs)  # (n·H, T, ·)
+    at_once = len(scores) // heads
+    for start in range(0, B, at_once):
+        group = slice(start, start + at_once)
+        q, k, v = (as_matrices(x[group], place) for x, place in zip(inputs, scratch, strict=False))
+        att = attention[group].flatten(0, 1)
         torch.baddbmm(mask, q, k.mT, alpha=scale, out=scores)
         torch.softmax(scores, dim=-1, out=att)
-        out_heads[group] = torch.bmm(att, v).view_as(out_heads[group])
+        out_heads[group] = torch.bmm(att, v, out=scratch[3]).view_as(out_heads[group])
 
 
 def attention_backward(
-    dout: Tensor, out: Tensor, qkv: Tensor, attention: Tensor, scores: Tensor, dqkv: Tensor
+    dout: Tensor, out: Tensor, qkv: Tensor, attention: Tensor, scores: Tensor, scratch: Tensor, dqkv: Tensor
 ) -> None:
-    """Writes dqkv (B, T, 3C); `scores` is scratch of the forward's shape."""
+    """Writes dqkv (B, T, 3C); scores and scratch are as in the forward."""
     B, heads = attention.shape[:2]
     dout_heads, out_heads = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in (dout, out))
-    inputs = (*split_heads(qkv, heads), attention, dout_heads, out_heads)
+    inputs = (*split_heads(qkv, heads), dout_heads, out_heads)
     outputs = split_heads(dqkv, heads)
     scale = sqrt(heads / out.shape[2])  # 1/√D
-    for group in sample_groups(B, scores, heads):
-        q, k, v, att, do, o = (x[group].flatten(0, 1) for x in inputs)  # (n·H, T, ·)
+    at_once = len(scores) // heads
+    for start in range(0, B, at_once):
+        group = slice(start, start + at_once)
+        q, k, v, do, o = (as_matrices(x[group], place) for x, place in zip(inputs, scratch, strict=False))
         dq, dk, dv = (x[group] for x in outputs)
+        att, product, result = attention[group].flatten(0, 1), scratch[5], scratch[6]
         # forward was out = att @ v
-        dv.copy_(torch.bmm(att.mT, do).view_as(dv))
+        dv.copy_(torch.bmm(att.mT, do, out=result).view_as(dv))
         dscores = torch.bmm(do, v.mT, out=scores)  # datt
         # forward was att = softmax(scores); the row sums of att * datt are those of out * dout
-        dscores -= (do * o).sum(-1, keepdim=True)
+        dscores -= torch.mul(do, o, out=product).sum(-1, keepdim=True)
         dscores *= att
         # forward was scores = scale * q @ k.mT + mask
-        dq.copy_(torch.baddbmm(q, dscores, k, beta=0, alpha=scale).view_as(dq))
-        dk.copy_(torch.baddbmm(k, dscores.mT, q, beta=0, alpha=scale).view_as(dk))
+        dq.copy_(torch.baddbmm(q, dscores, k, beta=0, alpha=scale, out=result).view_as(dq))
+        dk.copy_(torch.baddbmm(k, dscores.mT, q, beta=0, alpha=scale, out=result).view_as(dk))
 
 
 def gelu_forward(x: Tensor, out: Tensor) -> None:

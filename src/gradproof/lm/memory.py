@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from gradproof.lm.adam import FlatAdamW
+from gradproof.lm.adam import CHUNK, CHUNK_ON_GPU, FlatAdamW
 from gradproof.lm.explicit_gpt import BlockActivations, ExplicitGPT, Workspace
-from gradproof.lm.layers import TALL_ROWS, samples_at_once
+from gradproof.lm.layers import CACHED_ELEMENTS, TALL_ROWS, samples_at_once
 
 KINDS = ("embedding", "attention", "feed_forward", "norm", "output", "workspace")
 COLUMNS = ("parameters", "gradients", "Adam m and v", "activations")
@@ -76,22 +76,25 @@ def computed_bytes(model: ExplicitGPT, B: int, T: int) -> dict[str, dict[str, in
     }
     kept = 1 if model.recompute else L
     at_once = samples_at_once(B, H, T, model.flat_parameters.device)
-    tall = min(N, TALL_ROWS) if model.flat_parameters.device.type == "cpu" else N
+    on_cpu = model.flat_parameters.device.type == "cpu"
+    tall = min(N, TALL_ROWS) if on_cpu else N
     activations = {
         "embedding": full * N * C,
         "attention": kept * narrow * (N * 3 * C + N * C + B * H * T * T),
         "feed_forward": kept * narrow * N * F,
         "norm": kept * 2 * (narrow * N * C + full * N) + full * (N * C + N),
         "output": full * N * V + (full * N * C if mixed else 0),
-        "workspace": narrow * (N * C + 3 * N * C + tall * F + at_once * H * T * T + T * T)
+        "workspace": narrow * (N * C + 3 * N * C + tall * F + at_once * (H * T * T + 7 * T * C) + T * T)
+        + full * min(N, max(1, CACHED_ELEMENTS // C) if on_cpu else N) * C
         + (narrow * N * C if mixed else 0)
         + (full * N * C * (L + 1) if model.recompute else 0),
     }
+    chunk = min(sum(parameters.values()), CHUNK if on_cpu else CHUNK_ON_GPU)
     shadow = narrow if mixed else 0  # a copy of the parameters in the activations' dtype
     return {
         "parameters": {kind: n * (full + shadow) for kind, n in parameters.items()},
         "gradients": {kind: n * full for kind, n in parameters.items()},
-        "Adam m and v": {kind: 2 * n * full for kind, n in parameters.items()},
+        "Adam m and v": {kind: 2 * n * full for kind, n in parameters.items()} | {"workspace": full * chunk},
         "activations": activations,
     }
 
@@ -113,6 +116,7 @@ def allocated_bytes(model: ExplicitGPT, optimizer: FlatAdamW) -> dict[str, dict[
         kind = WORKSPACE_KIND.get(field.name, "workspace")
         if field.name != "last" or model.work.last is not model.work.normed:
             count("activations", kind, getattr(model.work, field.name))
+    count("Adam m and v", "workspace", optimizer.scratch)
     for stored in model.inputs:
         count("activations", "workspace", stored)
 
