@@ -12,8 +12,9 @@ from torch import Tensor
 from gradproof.errors import UserError
 from gradproof.lm.shape import flat_tensors
 
-CHUNK = 1 << 16  # parameters updated at once on a CPU, so that the passes stay in cache
+CHUNK = 1 << 18  # parameters updated at once on a CPU, so that the passes stay in cache
 CHUNK_ON_GPU = 1 << 24
+SUMMED = 1 << 14  # squares in one float32 sum on a CPU
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,15 @@ class FlatAdamW:
             self.flat_parameters[part].addcdiv_(m, root, value=-rate)
 
 
-def chunks(flat: Tensor) -> list[slice]:
-    """The flat buffer in parts, cache-sized on a CPU."""
-    size = CHUNK if flat.device.type == "cpu" else CHUNK_ON_GPU
+def chunks(flat: Tensor, on_cpu: int = CHUNK) -> list[slice]:
+    """The flat buffer in parts, on a CPU cache-sized."""
+    size = on_cpu if flat.device.type == "cpu" else CHUNK_ON_GPU
     return [slice(start, start + size) for start in range(0, flat.numel(), size)]
 
 
 def global_norm(flat: Tensor) -> Tensor:
     """The Euclidean norm, in float64 across chunks: one long float32 sum is percents low at 100M elements."""
-    squares = [torch.dot(flat[part], flat[part]) for part in chunks(flat)]
+    squares = [flat[part].square().sum() for part in chunks(flat, SUMMED)]
     return torch.stack(squares).to(torch.float64).sum().sqrt()
 
 

@@ -47,6 +47,7 @@ class BlockActivations:
     xhat2: Tensor  # (N, C)
     rstd2: Tensor  # (N, 1)
     hidden: Tensor  # (N, F), before the GELU
+    activated: Tensor  # (N, F), after it
 
 
 @dataclass(frozen=True)
@@ -183,11 +184,11 @@ class ExplicitGPT:
         attention_forward(heads, work.mask, work.scores, work.heads, a.attention, mixed)
         add_linear(x, a.mixed, *out, work.normed)
         for rows in tall_blocks(x):
-            normed, hidden, wide = work.normed[rows], a.hidden[rows], work.wide[: len(x[rows])]
+            normed, hidden, activated = work.normed[rows], a.hidden[rows], a.activated[rows]
             layernorm_forward(x[rows], *norm2, a.xhat2[rows], a.rstd2[rows], normed, work.scratch)
             linear_forward(normed, *w1, hidden)
-            gelu_forward(hidden, wide)
-            add_linear(x[rows], wide, *w2, normed)
+            gelu_forward(hidden, activated)
+            add_linear(x[rows], activated, *w2, normed)
 
     def _block_backward(self, l: int, dx: Tensor) -> None:
         """Turns the gradient of the block's output into that of its input, in place."""
@@ -198,8 +199,7 @@ class ExplicitGPT:
         # forward was x + w2(gelu(w1(norm2(x)))): dx stays for the x, the branch adds to it
         for rows in tall_blocks(dx):
             normed, hidden, wide = work.normed[rows], a.hidden[rows], work.wide[: len(dx[rows])]
-            gelu_forward(hidden, wide)
-            linear_backward(self._narrow(dx[rows]), wide, w2[0], wide, *dw2)
+            linear_backward(self._narrow(dx[rows]), a.activated[rows], w2[0], wide, *dw2)
             gelu_backward(wide, hidden)
             layernorm_output(a.xhat2[rows], *norm2, normed)
             linear_backward(wide, normed, w1[0], normed, *dw1)
@@ -246,6 +246,7 @@ class ExplicitGPT:
                 xhat2=narrow(N, C),
                 rstd2=full(N, 1),
                 hidden=narrow(N, F),
+                activated=narrow(N, F),
             )
             for _ in range(1 if self.recompute else L)
         ]

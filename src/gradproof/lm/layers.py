@@ -18,7 +18,7 @@ from gradproof.kernels.cross_entropy import check_targets, losses_and_gradient, 
 from gradproof.kernels.loss_options import LossOptions
 
 NORM_EPS = 1e-5
-CACHED_ELEMENTS = 1 << 17  # a row block of this many elements stays in a core's cache over several passes
+CACHED_ELEMENTS = 1 << 18  # a row block of this many elements stays in a core's cache over several passes
 TALL_ROWS = 512
 CACHED_SCORES = 1 << 18
 LOSS = LossOptions()

@@ -22,6 +22,7 @@ BLOCK_KIND = {
     "xhat2": "norm",
     "rstd2": "norm",
     "hidden": "feed_forward",
+    "activated": "feed_forward",
 }
 WORKSPACE_KIND = {"stream": "embedding", "xhat": "norm", "rstd": "norm", "logits": "output", "last": "output"}
 
@@ -81,7 +82,7 @@ def computed_bytes(model: ExplicitGPT, B: int, T: int) -> dict[str, dict[str, in
     activations = {
         "embedding": full * N * C,
         "attention": kept * narrow * (N * 3 * C + N * C + B * H * T * T),
-        "feed_forward": kept * narrow * N * F,
+        "feed_forward": kept * narrow * 2 * N * F,
         "norm": kept * 2 * (narrow * N * C + full * N) + full * (N * C + N),
         "output": full * N * V + (full * N * C if mixed else 0),
         "workspace": narrow * (N * C + 3 * N * C + tall * F + at_once * (H * T * T + 7 * T * C) + T * T)

@@ -57,9 +57,9 @@ class Job:
     tied: bool = True
     batch: int = 16  # sequences a step, over all ranks and micro-batches
     accumulate: int = 1
-    steps: int = 1000
+    steps: int = 1500
     lr: float = 2e-3
-    warmup: int = 50
+    warmup: int = 100
     schedule: str = "cosine"
     clip: float = 1.0
     weight_decay: float = 0.1
