@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -42,9 +43,21 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "ends with a diagnosis. The script needs no change; the exit code is its own.",
         epilog="example: gradproof run train.py --lr 3e-4",
     )
-    parser.add_argument("--out", metavar="DIR", help="where the run is written (default: runs/SCRIPT-DATE-TIME)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the run is written (default: runs/SCRIPT-DATE-TIME)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rerun the script with the fix applied from outside: does it help?",
+    )
+    parser.add_argument(
+        "--fix", metavar="NAME=VALUE", help="apply a fix from outside, e.g. lr=0.1 or zero_grad=1"
+    )
+    parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
+    parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
         "--schedule",
@@ -52,7 +65,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="what is measured when, e.g. 'all every 10th step' or 'first batch of epochs 1-5 and 8, rank 0; "
         "all from the first non-finite value on' (default: as much as the budget affords)",
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
     parser.set_defaults(function=run)
 
@@ -72,14 +87,66 @@ def run(args: argparse.Namespace) -> int:
         import torch  # noqa: F401
     except ImportError:
         raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
+    if os.environ.get("GRADPROOF") == "0":
+        return script.execute(program, words[1:])[0]
+    from gradproof.experiments.examination import Examination
+
     outcome = script.run_program(
-        program, words[1:], out=args.out, schedule=args.schedule, budget=budget, quiet=args.quiet
+        program,
+        words[1:],
+        out=args.out,
+        schedule=args.schedule,
+        budget=budget,
+        quiet=args.quiet,
+        examiner=None if args.no_experiments else Examination,
+        fix=parse_fix(args.fix) if args.fix else None,
+        stop_after=args.steps,
     )
+    if args.verify and outcome.rank == 0 and outcome.steps:
+        verify(outcome, args, words)
     exit_code = finish_run(outcome, words[0], args.json)
     if outcome.interrupted:
         sys.stdout.flush()
         script.die_by_interrupt()
     return exit_code
+
+
+def parse_fix(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value or 1)
+    except ValueError:
+        raise UserError(f"a fix is NAME=NUMBER, for example lr=0.1, not {text!r}") from None
+
+
+def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Rerun the script with the fix of each cause in turn, until one helps; what was shown goes into the run."""
+    import json
+    import subprocess
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from gradproof.diagnosis.fixes import compare_runs, find_intervention
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.record.run import open_run
+    from gradproof.record.schema import EVENTS_FILE, json_line
+
+    plain = open_run(outcome.path)
+    for cause in diagnose_run(plain).causes[:3]:
+        intervention = find_intervention(cause, plain)
+        if cause.level == "note" or intervention is None:
+            continue
+        out = Path(f"{outcome.path}.{intervention.name}")
+        command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--no-experiments", "--out", str(out)]
+        command += ["--fix", f"{intervention.name}={intervention.value:g}", "--steps", str(len(plain))]
+        command += ["-m", *words] if args.module is not None else list(words)
+        print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
+        subprocess.run(command, capture_output=True, check=False)
+        trial = compare_runs(cause.id, intervention.words, plain, open_run(out))
+        with open(outcome.path / EVENTS_FILE, "a", encoding="utf-8") as events:
+            events.write(json_line({"event": "trial", **json.loads(json_line(asdict(trial)))}) + "\n")
+        if trial.helped:
+            return
 
 
 def finish_run(outcome, name: str, json_file: str | None) -> int:
@@ -99,7 +166,13 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
         return outcome.exit_code
     if json_file:
         write_json(found.as_data(), json_file)
-    if outcome.steps:
+    if outcome.elsewhere:
+        print(
+            f"gradproof: {name} trained in processes that it started, {outcome.elsewhere} of which were watched; "
+            f"this is {outcome.path.name}",
+            file=sys.stderr,
+        )
+    if outcome.steps or outcome.elsewhere:
         print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
     problem = why_nothing_was_trained(outcome, name)
     if problem:
@@ -109,7 +182,7 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
 
 def why_nothing_was_trained(outcome, name: str) -> str | None:
     """One sentence about a script in which no optimizer stepped."""
-    if outcome.steps:
+    if outcome.steps or outcome.elsewhere:
         return None
     ended = f"raised {type(outcome.error).__name__}" if outcome.error else "ended"
     if outcome.backwards:
@@ -117,7 +190,9 @@ def why_nothing_was_trained(outcome, name: str) -> str | None:
             f"{name} called backward {outcome.backwards} times, but no torch optimizer took a step; for updates by "
             "hand, hand the numbers in with gradproof.watch() and monitor.log(loss=…, grad_norm=…)"
         )
-    return f"{name} {ended} without training: backward was never called. Does training hide behind an argument?"
+    return (
+        f"{name} {ended} without training: backward was never called. Does training hide behind an argument?"
+    )
 
 
 def add_diagnose(commands: argparse._SubParsersAction) -> None:
@@ -145,6 +220,74 @@ def diagnose(args: argparse.Namespace) -> int:
         print(render_text(found, wants_color()), end="")
     if args.fail_on and found.worst and LEVELS.index(found.worst) <= LEVELS.index(args.fail_on):
         return 1
+    return 0
+
+
+def add_demo(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="plant a fault in a training script, diagnose it, and try the fix",
+        description="Plants one of the catalogue's faults in a small training script, runs it watched, diagnoses it, "
+        "and tries the fix. Without a name: a hand-written backward with a wrong sign.",
+        epilog="example: gradproof demo cascade-large-learning-rate",
+    )
+    parser.add_argument("fault", nargs="?", default=DEMO, help="a name, or a part of one (see --list)")
+    parser.add_argument("--list", action="store_true", help="the names of all faults")
+    parser.set_defaults(function=demo)
+
+
+DEMO = "custom_ops_autoencoder-gelu-sign"
+
+
+def demo(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from gradproof.faults.catalogue import FAULTS, plant
+
+    if args.list:
+        print("\n".join(f"{fault.name:48} {fault.family}" for fault in FAULTS))
+        return 0
+    fault = next((f for f in FAULTS if args.fault in f.name or args.fault in f.id), None)
+    if fault is None:
+        raise UserError(f"there is no fault {args.fault!r}; `gradproof demo --list` names them")
+    script = Path("runs") / "demo" / f"{fault.script}.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(plant(fault), encoding="utf-8")
+    for old, new in fault.edits:
+        print(f"planted in {script}:\n  - {_short(old)}\n  + {_short(new)}", file=sys.stderr)
+    return main(["run", "--verify", str(script)])
+
+
+def _short(text: str) -> str:
+    return " ⏎ ".join(line.strip() for line in text.strip().splitlines())[:100] or "(nothing)"
+
+
+def add_scoreboard(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "scoreboard",
+        help="plant every fault, and count how many are named rightly",
+        description="Runs every planted fault, every healthy twin and every healthy-but-odd training through "
+        "`gradproof run`, and prints top-1, top-3, places and false alarms.",
+        epilog="example: gradproof scoreboard --only 'lr-too|healthy' --jobs 2",
+    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="names or cause ids to run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", metavar="FILE", help="write the table to a file, too")
+    parser.set_defaults(function=scoreboard)
+
+
+def scoreboard(args: argparse.Namespace) -> int:
+    from gradproof.faults.scoreboard import render_scoreboard, score_all
+
+    def show(score) -> None:
+        mark = "ok  " if score.top1 else "top3" if score.top3 else "MISS"
+        print(f"{mark} {score.name} · {score.family} · said {score.said} · {score.seconds:.0f} s", flush=True)
+
+    table = render_scoreboard(score_all(args.only, args.jobs, show))
+    print(f"\n{table}", end="")
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as stream:
+            stream.write(table)
     return 0
 
 
@@ -335,4 +478,4 @@ def generate(args: argparse.Namespace) -> int:
 
 
 # each adds its subparser and names the function that runs it
-COMMANDS = (add_run, add_diagnose, add_train, add_generate)
+COMMANDS = (add_run, add_diagnose, add_train, add_generate, add_demo, add_scoreboard)

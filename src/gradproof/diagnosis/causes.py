@@ -47,7 +47,10 @@ CAUSES = (
         "call optimizer.zero_grad() once a step, before backward",
         (
             ("never-cleared", "call optimizer.zero_grad() before each backward: gradients add up otherwise"),
-            ("before-step", "move optimizer.zero_grad() in front of loss.backward(), or behind optimizer.step()"),
+            (
+                "before-step",
+                "move optimizer.zero_grad() in front of loss.backward(), or behind optimizer.step()",
+            ),
         ),
     ),
     Cause(
@@ -65,7 +68,10 @@ CAUSES = (
         (
             ("after-step", "move the clip between loss.backward() and optimizer.step()"),
             ("before-unscale", "call scaler.unscale_(optimizer) before clip_grad_norm_"),
-            ("limit-too-small", "raise the limit to about the median norm before clipping, or adjust the learning rate"),
+            (
+                "limit-too-small",
+                "raise the limit to about the median norm before clipping, or adjust the learning rate",
+            ),
         ),
     ),
     Cause(
@@ -86,8 +92,14 @@ CAUSES = (
         "Δθ over the run, and the identity of the optimizer's tensors",
         "give the optimizer all of model.parameters(), after the model has its final layers and device",
         (
-            ("not-in-optimizer", "pass these parameters to the optimizer, or set requires_grad_(False) if they are frozen on purpose"),
-            ("no-gradient", "use these parameters in the forward pass, or freeze them; if they are used, look for a cut in the graph"),
+            (
+                "not-in-optimizer",
+                "pass these parameters to the optimizer, or set requires_grad_(False) if they are frozen on purpose",
+            ),
+            (
+                "no-gradient",
+                "use these parameters in the forward pass, or freeze them; if they are used, look for a cut graph",
+            ),
         ),
     ),
     Cause(
@@ -107,7 +119,12 @@ CAUSES = (
         "the schedule does something else than meant",
         "the recorded learning rate over the steps",
         "check whether the schedule counts steps or epochs, and where it ends",
-        (("ends-at-zero", "let the schedule last as long as training: count it in the unit in which scheduler.step() is called"),),
+        (
+            (
+                "ends-at-zero",
+                "let the schedule last as long as training: count it in the unit in which scheduler.step() is called",
+            ),
+        ),
     ),
     Cause(
         "data-target-misaligned",

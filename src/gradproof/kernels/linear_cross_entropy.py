@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gradproof.errors import UserError
 from gradproof.kernels.cross_entropy import (
+    backend_of,
     check_targets,
-    losses_and_gradient,
     reduce_losses,
     scale_of_loss,
     scale_rows,
@@ -53,9 +54,41 @@ def linear_cross_entropy(
     shape = torch.Size((*hidden.shape[:-1], len(weight)))
     check_loss_inputs(shape, hidden.dtype, targets, mask, class_weight)
     numbers = (ignore_index, label_smoothing, z_loss, options.softcap, reduction)
-    wants = [t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight)]
-    loss, lse, _, _ = _linear_cross_entropy(hidden, weight, targets, mask, class_weight, *numbers, *wants)
+    wants = tuple(t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight))
+    if not any(wants) or torch.compiler.is_compiling():
+        loss, lse, _, _ = _linear_cross_entropy(hidden, weight, targets, mask, class_weight, *numbers, *wants)
+    else:
+        loss, lse = _WithGradients.apply(hidden, weight, targets, mask, class_weight, numbers, wants)
     return (loss, lse) if return_lse else loss
+
+
+class _WithGradients(torch.autograd.Function):
+    """The loss whose gradients are made with it, except for reduction="none"."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, mask, class_weight, numbers, wants):
+        ctx.numbers, ctx.wants = numbers, wants
+        tensors = (hidden, weight, targets, mask, class_weight)
+        loss, lse, *gradients = _linear_cross_entropy(*tensors, *numbers, *wants)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(lse)
+        ctx.gradients = None if numbers[-1] == "none" else gradients
+        return loss, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, dlse):
+        gradients, ctx.gradients = ctx.gradients, None  # handed on, so that autograd need not copy them
+        if gradients is None:  # reduction="none", or a second backward through a retained graph
+            gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *ctx.wants)
+        else:
+            for gradient in gradients:
+                scale_rows(gradient, dloss)
+        return *_wanted(gradients, ctx.wants), *5 * [None]
+
+
+def _wanted(gradients, wants):
+    return [gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)]
 
 
 def _by_slabs(
@@ -83,7 +116,7 @@ def _by_slabs(
         h = hidden[here]
         x, dx = logits[: len(h)], dlogits[: len(h)]
         multiply(h, weight.mT, out=x)
-        losses[here], lses[here] = losses_and_gradient(
+        losses[here], lses[here] = backend_of(x).losses_and_gradient(
             x,
             targets[here],
             None if mask is None else mask[here],
@@ -113,7 +146,9 @@ def multiply(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if add else torch.mm(
+            a, b, out_dtype=out.dtype, out=out
+        )
     elif add:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
     else:
@@ -245,22 +280,17 @@ def _(dlosses, hidden, weight, *others):
 def _keep_gradients(ctx, inputs, output) -> None:
     *tensors, ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.reduction, _, _ = inputs
     ctx.wants = inputs[-2:]
-    ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.gradients = output[2:] if ctx.reduction != "none" else None
+    ctx.save_for_backward(*(tensors if ctx.reduction == "none" else output[2:]))
 
 
 def _backward(ctx, dloss: Tensor, *_) -> tuple[Tensor | None, ...]:
-    gradients, ctx.gradients = ctx.gradients, None  # handed on, so that autograd need not copy them
-    if gradients is None:  # reduction="none", or a second backward through a retained graph
+    if ctx.reduction == "none":
         numbers = (ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.reduction)
         gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *numbers, *ctx.wants)
     else:
-        for gradient, wanted in zip(gradients, ctx.wants, strict=True):
-            if wanted:
-                scale_rows(gradient, dloss)
-    dhidden, dweight = (g if wanted else None for g, wanted in zip(gradients, ctx.wants, strict=True))
-    return dhidden, dweight, *10 * [None]
+        gradients = tuple(gradient * dloss.to(gradient.dtype) for gradient in ctx.saved_tensors)
+    return *_wanted(gradients, ctx.wants), *10 * [None]
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)

@@ -69,6 +69,7 @@ def losses_and_gradient(
     if options.label_smoothing:
         losses += options.label_smoothing / v * (_total(w, v) * lse - spread)
     losses = torch.where(valid, losses, 0.0)
+    lse = torch.where(valid, lse, 0.0)
     return losses.to(working).view(targets.shape), lse.to(working).view(targets.shape)
 
 
@@ -77,6 +78,18 @@ def mean_scale(targets: Tensor, mask: Tensor | None, weight: Tensor | None, igno
     valid = valid_positions(targets, mask, ignore_index)
     counts = valid if weight is None else weight.double()[torch.where(valid, targets, 0).long()] * valid
     return torch.where(valid.any(), 1 / counts.sum(dtype=torch.float64), 1.0)
+
+
+def add_losses(losses: Tensor, scale: Tensor) -> Tensor:
+    """scale * sum of the losses."""
+    return (losses.sum(dtype=torch.float64) * scale).to(losses.dtype)
+
+
+def scale_rows(gradient: Tensor, scale: Tensor) -> None:
+    """Multiply the rows of gradient (..., V) by one number, or by one each; on a CPU a 1 costs nothing."""
+    if scale.dim() == 0 and scale.is_cpu and scale.item() == 1:
+        return
+    gradient.mul_(scale.to(gradient.dtype) if scale.dim() == 0 else scale[..., None].to(gradient.dtype))
 
 
 def _exponentiate(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

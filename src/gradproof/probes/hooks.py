@@ -62,6 +62,7 @@ def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], 
     def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not chosen(optimizer):
             return None
+        session.optimizer_begins(optimizer)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
             session.before_update(optimizer)
@@ -174,9 +175,7 @@ def grad_scalers(session: Session, stack: ExitStack, chosen: Callable[[Any], boo
         def wrapped(self: Any, outputs: Any) -> Any:
             scaled = original(self, outputs)
             if isinstance(outputs, Tensor) and self.is_enabled():
-                held = self._scale  # read from the host only where that costs no synchronisation
-                known = held.item() if held is not None and held.device.type == "cpu" else None
-                session.scaled(outputs, scaled, known)
+                session.scaled(outputs, scaled, self._scale)
             return scaled
 
         return wrapped
@@ -208,10 +207,10 @@ def grad_scalers(session: Session, stack: ExitStack, chosen: Callable[[Any], boo
 def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     def wrapper(original: Callable) -> Callable:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own = getattr(self, "_step_count", 0) == 0  # the scheduler's own call, in its constructor
             result = original(self, *args, **kwargs)
-            if getattr(self, "_gradproof_made", False) and chosen(self.optimizer):
+            if not own and chosen(self.optimizer):
                 session.scheduler_stepped()
-            self._gradproof_made = True  # the first call is the scheduler's own, in its constructor
             return result
 
         return step
@@ -241,11 +240,9 @@ def epochs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
 
 
 def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
-    """Hooks on modules would break a compiled graph: once something is compiled, outputs are left alone."""
-
     def wrapper(original: Callable) -> Callable:
         def compile(*args: Any, **kwargs: Any) -> Any:
-            session.compiled = True
+            session.something_compiled()
             return original(*args, **kwargs)
 
         return compile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,12 @@ class OutputProbe:
     operations nor functorch, and leaves gradients bit-identical.
     """
 
-    def __init__(self, names: Names, collect: Collect) -> None:
+    def __init__(self, names: Names, collect: Collect, fail: Callable[[Exception], None]) -> None:
         self._names = names
         self._collect = collect
+        self._fail = fail
         self._handle: Any = None
-        self._last: int | None = None
+        self._last: weakref.ref[Tensor] | None = None
 
     def attach(self) -> None:
         if self._handle is None:
@@ -40,15 +42,23 @@ class OutputProbe:
             self._handle = None
 
     def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        try:
+            self._listen(module, output)
+        except Exception as error:
+            self._fail(error)
+
+    def _listen(self, module: nn.Module, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or recomputing():
             return
         name = self._names.of_module(module)
         if name is None:
             return
         for index, tensor in enumerate(tensors_in(output)):
-            if id(tensor) == self._last:  # a container hands on what its last child made
+            if (
+                self._last is not None and self._last() is tensor
+            ):  # a container hands on what its last child made
                 continue
-            self._last = id(tensor)
+            self._last = weakref.ref(tensor)
             label = name if index == 0 else f"{name}[{index}]"
             self._collect("output", label, tensor, type(module).__name__)
             if tensor.requires_grad:

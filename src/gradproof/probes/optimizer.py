@@ -20,8 +20,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def largest_lr(optimizer: torch.optim.Optimizer) -> float:
-    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
+def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor:
+    """A number; still a tensor where reading it would wait for a GPU."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
+    if far:
+        return torch.stack(far).max()
+    return max((float(rate) for rate in rates), default=0.0)
 
 
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -34,47 +39,57 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Kind ("adam_m" or "adam_v"), parameter, moment and ε of everything the optimizer remembers."""
+def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """Kind ("adam_m" or "adam_v"), parameter, moment, and the v below which ε outweighs √v after so many steps."""
     for group in optimizer.param_groups:
+        eps, betas = float(group.get("eps", 0.0)), group.get("betas", (0.0, 0.0))
+        correction = 1 - float(betas[1]) ** steps if 0 < float(betas[1]) < 1 else 1.0
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for kind, keys in (("adam_m", FIRST_MOMENT), ("adam_v", SECOND_MOMENT)):
                 moment = next((state[key] for key in keys if isinstance(state.get(key), Tensor)), None)
                 if moment is not None and moment.shape == parameter.shape:
-                    yield kind, parameter, moment, float(group.get("eps", 0.0))
+                    yield kind, parameter, moment, eps * eps * correction
 
 
-def epsilon_share(second_moment: Tensor, eps: float, beta2: float, steps: int) -> Tensor:
-    """Share of entries whose bias-corrected √v is below ε: there the step no longer depends on the gradient."""
-    row = sample([second_moment])[0]
-    correction = 1 - beta2**steps if 0 < beta2 < 1 else 1.0
-    known = ~torch.isnan(row)
-    below = ((row / correction).clamp_min(0).sqrt() < eps) & known
-    return below.double().sum() / known.double().sum().clamp_min(1)
+def share_below(squares: list[Tensor], limits: list[float]) -> Tensor:
+    """Share of a sample of each v that lies below its limit: there a step no longer depends on the gradient.
+
+    A v of exactly zero has never seen a gradient (an unused row of an embedding) and does not count.
+    """
+    rows = sample(squares)
+    limit = torch.tensor(limits, dtype=torch.float32).to(rows.device, non_blocking=True)
+    used = rows > 0  # not nan
+    return ((rows < limit[:, None]) & used).double().sum(dim=1) / used.double().sum(dim=1).clamp_min(1)
 
 
 class WeightCopy:
-    """The weights as they were before a step, in memory that is used again at the next measured step."""
+    """The weights as they were before a step, negated, so that one addition makes the update of them."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._negated: list[Tensor] = []
 
     @torch.no_grad()
     def take(self, parameters: list[Tensor]) -> None:
         weights = [local(p) for p in parameters]
-        same = len(weights) == len(self._buffers) and all(
-            w.shape == b.shape and w.dtype == b.dtype and w.device == b.device
-            for w, b in zip(weights, self._buffers, strict=True)
-        )
-        if not same:
-            self._buffers = [torch.empty_like(w, memory_format=torch.preserve_format) for w in weights]
-        if weights:
-            torch._foreach_copy_(self._buffers, weights)
+        on_cpu = all(w.device.type == "cpu" for w in weights)
+        if on_cpu and _same_layout(weights, self._negated):  # fresh memory costs a CPU more than the copy
+            for weight, negated in zip(weights, self._negated, strict=True):
+                torch.neg(weight, out=negated)
+        else:
+            self._negated = []  # given back before it is taken again
+            self._negated = list(torch._foreach_neg(weights)) if weights else []
 
     @torch.no_grad()
-    def negative_updates(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Before minus after, in place: Δθ with its sign turned (`turn_sign` turns its statistics back)."""
+    def updates(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Δθ, made in the memory of the copy."""
         if parameters:
-            torch._foreach_sub_(self._buffers, [local(p) for p in parameters])
-        return self._buffers
+            torch._foreach_add_(self._negated, [local(p) for p in parameters])
+        return self._negated
+
+
+def _same_layout(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride() and a.device == b.device
+        for a, b in zip(first, second, strict=True)
+    )

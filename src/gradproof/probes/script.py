@@ -7,15 +7,18 @@ import importlib.util
 import os
 import signal
 import sys
-import sysconfig
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gradproof.errors import UserError
+
+if TYPE_CHECKING:
+    from gradproof.probes.session import Session
+    from gradproof.probes.taping import Examine
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Outcome:
     backwards: int
     rank: int
     broken: str | None  # why the run could not be written, or why watching ended early
+    elsewhere: int = 0  # processes that the script started and that trained, where it did not itself
 
 
 def load_script(path: str) -> Program:
@@ -55,7 +59,7 @@ def load_script(path: str) -> Program:
             return load_script(str(file / "__main__.py"))
         raise UserError(f"{path} is a directory without a __main__.py; name the training script in it")
     try:
-        code = compile(file.read_bytes(), str(file), "exec")
+        code = compile(file.read_bytes(), os.path.abspath(file), "exec")
     except SyntaxError as error:
         raise UserError(f"{path} is not valid Python: {error.msg}, line {error.lineno}") from None
     except (ValueError, UnicodeDecodeError, OSError) as error:
@@ -84,7 +88,9 @@ def load_module(name: str) -> Program:
 def execute(program: Program, arguments: Sequence[str]) -> tuple[int, BaseException | None]:
     """Run a program as `__main__`; its exit code, and the exception that ended it, shown as Python shows it."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=program.file, __builtins__=builtins, __spec__=program.spec, __cached__=None)
+    main.__dict__.update(
+        __file__=os.path.abspath(program.file), __builtins__=builtins, __spec__=program.spec, __cached__=None
+    )
     if program.spec is not None:
         main.__package__ = program.spec.parent
     sys.modules["__main__"] = main
@@ -98,7 +104,7 @@ def execute(program: Program, arguments: Sequence[str]) -> tuple[int, BaseExcept
         shown = error.__traceback__
         while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
             shown = shown.tb_next
-        sys.excepthook(type(error), error, shown)
+        sys.excepthook(type(error), error.with_traceback(shown), shown)
         return 130 if isinstance(error, KeyboardInterrupt) else 1, error
     return 0, None
 
@@ -118,11 +124,17 @@ def run_program(
     schedule: str | None = None,
     budget: float | None = None,
     quiet: bool = False,
+    examiner: Callable[[Session], Examine] | None = None,
+    fix: tuple[str, float] | None = None,
+    stop_after: int | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
+    from gradproof.probes.autoload import find_child_runs, handed_over
     from gradproof.probes.hooks import attach
+    from gradproof.probes.interventions import intervene
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
+    from gradproof.probes.taping import Taping
     from gradproof.probes.watch import default_path, open_session
 
     show, wipe = progress_line()
@@ -134,16 +146,19 @@ def run_program(
         budget=budget,
         on_row=None if quiet else show,
     )
-    with attach(session):
-        try:
-            exit_code, error = execute(program, arguments)
-        finally:
-            wipe()
-            session.writer.set_info(script=program.file, source_roots=source_roots())
-            session.close()
-    session.writer.path.joinpath("exit").write_text(f"{exit_code}\n") if not session.writer.broken else None
+    if examiner is not None:
+        session.taping = Taping(session.names, examiner(session))
+    session.stop_after = stop_after
+    with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
+        if fix is not None:
+            intervene(stack, *fix)
+        exit_code, error = execute(program, arguments)
+        wipe()
+        session.writer.set_info(script=program.file, exit_code=exit_code)
+        session.close()
+    children = find_child_runs(session.writer.path) if session.step == 0 else []
     return Outcome(
-        session.writer.path,
+        children[0] if children else session.writer.path,
         exit_code,
         error,
         isinstance(error, KeyboardInterrupt),
@@ -151,15 +166,11 @@ def run_program(
         session.counts["backward"],
         session.rank,
         session.writer.broken or session.failure,
+        len(children),
     )
 
 
-def source_roots() -> list[str]:
-    """Directories whose files are libraries, not the user's own code."""
-    return sorted({path for key, path in sysconfig.get_paths().items() if "lib" in key})
-
-
-def die_by_interrupt() -> Any:
+def die_by_interrupt() -> None:
     """End as Python ends on Ctrl-C, so that a shell or launcher sees the signal."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

@@ -19,19 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
+from gradproof.probes.ledger import Ledger
 from gradproof.probes.modules import OutputProbe, recomputing
-from gradproof.probes.names import Names, find_variable, user_frames
-from gradproof.probes.reading import Reading
-from gradproof.probes.schedule import BARE, EVERYTHING, LIGHT, PARAMETERS, Moment, Purse, Rule
-from gradproof.record.schema import DISTRIBUTION_FRAME, STATISTICS, STATISTICS_FRAME
+from gradproof.probes.names import Names
+from gradproof.probes.parameters import Parameters
+from gradproof.probes.schedule import EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.step import OpenStep
+from gradproof.probes.taping import Taping
 from gradproof.record.writer import RunWriter
 
 CLOSE_LOOK = 5  # steps measured whole after the first non-finite value
-RING = 32  # light steps whose per-tensor norms are kept in case of trouble
-MOST_IN_FLIGHT = 8  # steps whose numbers may still be on their way from a GPU
+BETWEEN_SAMPLES = 1.0  # seconds between two steps whose distributions are taken
 
 
 def guarded(method: Callable) -> Callable:
@@ -43,38 +45,21 @@ def guarded(method: Callable) -> Callable:
             return None
         start = time.perf_counter()
         try:
-            with torch.no_grad():
+            if self.taping is None or not self.taping.active:
+                return method(self, *args)
+            with _disable_current_modes():  # what gradproof computes is no part of the step that is taped
                 return method(self, *args)
         except Exception as error:
             self.fail(error)
             return None
         finally:
             self.own_seconds += time.perf_counter() - start
+            if self._step_has_turned:
+                self._turn_tape()
+                if self.stop_after is not None and self.step >= self.stop_after:
+                    raise SystemExit(0)
 
     return handler
-
-
-class OpenStep:
-    """What has been gathered since the last step ended."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.order: list[str] = []
-        self.row: dict[str, Any] = {}
-        self.losses = 0
-        self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
-        self.norms: list[str] = []
-        self.reading = Reading()
-        self.own_before = 0.0
-
-    def measure(self, kind: str, named: dict[str, Tensor], with_samples: bool) -> None:
-        """Statistics of tensors into the step's reading: one call of the kernel for each device."""
-        for group in measuring.group_by_device(named).values():
-            start = len(self.rows)
-            self.rows += [(kind, name) for name in group]
-            self.reading.add(f"stats {start}", measuring.measure(list(group.values())))
-            if with_samples:
-                self.reading.add(f"sample {start}", measuring.sample(group.values()))
 
 
 class Session:
@@ -88,18 +73,19 @@ class Session:
         rules: tuple[Rule, ...] = (),
         budget: float | None = None,
         rank: int = 0,
+        compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
         self.rank = rank
+        self._compiled = compiled
         self.pid = os.getpid()
         self.alive = True
         self.failure: str | None = None
         self.own_seconds = 0.0
         self.began = time.perf_counter()
         self.purse = Purse(0.02 if budget is None else budget)
-        self.compiled = False
         self.step = 0
         self.counts = {"backward": 0, "zero_grad": 0, "clip": 0, "scheduler": 0, "skipped": 0}
         self._rules = rules
@@ -107,16 +93,18 @@ class Session:
         self._on_row = on_row
         self._epoch, self._batch = 0, 0
         self._nonfinite_step: int | None = None
-        self._optimizers: dict[int, dict[str, Any]] = {}
+        self._parameters = Parameters(writer, names)
+        self._ledger = Ledger(writer, self._row_written)
         self._copies: dict[int, optim.WeightCopy] = {}
-        self._with_gradient: set[str] = set()
-        self._start_values: dict[str, np.ndarray] = {}
         self._unscaled: dict[int, Tensor] = {}
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
-        self._ring: deque[tuple[int, list[str], np.ndarray]] = deque(maxlen=RING)
-        self._in_flight: deque[tuple[OpenStep, int]] = deque()
-        self._inside_backward = False
-        self._outputs = OutputProbe(names, self._collect_output)
+        self._last_sampled = 0.0
+        self.losses: deque[float] = deque(maxlen=2000)
+        self.taping: Taping | None = None
+        self.stop_after: int | None = None  # steps after which a trial has shown enough
+        self._step_has_turned = False
+        self._recent: dict[tuple[Any, str], deque[float]] = {}
+        self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
 
@@ -126,9 +114,20 @@ class Session:
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
         self.names.learn(optim.parameters_of(optimizer))
+        self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
+
+    @guarded
+    def something_compiled(self) -> None:
+        """Hooks on modules would break a compiled graph, or warn: outputs are left alone from here on."""
+        self._compiled = True
+        self._outputs.detach()
+        if self.taping is not None:
+            self.taping.stop()
 
     @guarded
     def epoch_begins(self) -> None:
+        if self.taping is not None:
+            self.taping.long_wait()
         if self._batch:  # a loader that is only looked at does not count
             self._epoch, self._batch = self._epoch + 1, 0
 
@@ -138,33 +137,41 @@ class Session:
         self._open.order.append("z")
 
     @guarded
-    def scaled(self, unscaled: Tensor, scaled: Tensor, scale: float | None) -> None:
+    def scaled(self, unscaled: Tensor, scaled: Tensor, scale: Tensor | None) -> None:
         self._unscaled[id(scaled)] = unscaled
-        self._open.row["loss_scale"] = scale
+        if scale is not None:
+            self._open.reading.add("loss_scale", scale.clone())
 
     @guarded
     def backward_begins(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
         self.counts["backward"] += 1
-        self._inside_backward = True
         step = self._open
-        if not step.order and self._stale_gradients():
-            step.order.append("g")
+        if not {"z", "b"} & set(step.order):
+            self._look_for_stale_gradients()
         step.order.append("b")
         for tensor, gradient in zip(tensors, gradients, strict=True):
             loss = self._unscaled.pop(id(tensor), tensor).detach()
             if not measuring.is_measurable(loss):
                 continue
             if loss.numel() != 1:
-                loss = (loss * gradient).sum() if gradient is not None else loss.sum()
-            step.reading.add(f"loss {step.losses}", loss.real if loss.is_complex() else loss)
-            step.losses += 1
-            if loss.device.type == "cpu" and not bool(torch.isfinite(loss)):
-                self._saw_nonfinite()
+                loss = (loss * gradient.detach()).sum() if gradient is not None else loss.sum()
+            self._add_loss(loss.real if loss.is_complex() else loss)
         self._unscaled.clear()
+
+    def _add_loss(self, loss: Tensor) -> None:
+        """A CPU's number can be read at once; a GPU's travels with the step's other numbers."""
+        step = self._open
+        if loss.device.type != "cpu":
+            step.reading.add(f"loss {step.losses}", loss)
+            step.losses += 1
+            return
+        value = loss.item()
+        step.row["loss"] = step.row.get("loss", 0.0) + value
+        if not math.isfinite(value):
+            self._saw_nonfinite()
 
     @guarded
     def backward_ends(self) -> None:
-        self._inside_backward = False
         if self._open.row.get("inside_backward"):
             self._close_step()
 
@@ -182,62 +189,80 @@ class Session:
             step.reading.add("norm_before_clip", measuring.local(before))
 
     @guarded
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.taping is not None:
+            self.taping.optimizer_begins(optimizer)
+
+    @guarded
+    @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients are as the optimizer will use them; the weights are still the old ones."""
         step = self._open
-        facts = self._facts(optimizer)
+        facts = self._parameters.of_optimizer(optimizer)
         facts["steps"] += 1
-        named = {self._name(p): p for p in optim.parameters_of(optimizer) if p.grad is not None}
+        if step.depth < LIGHT:
+            return
+        step.measure_kept()  # outputs come before gradients
+        named = {self._parameters.name(p): p for p in optim.parameters_of(optimizer) if p.grad is not None}
         gradients = {
             name: measuring.local(p.grad.coalesce() if p.grad.is_sparse else p.grad)
             for name, p in named.items()
             if p.grad is not None and measuring.is_measurable(p.grad)
         }
-        if gradients and step.depth >= LIGHT:
-            self._measure_norms(gradients, getattr(optimizer, "grad_scale", None))
+        # a fused optimizer unscales, and skips, inside its own step
+        for key in ("grad_scale", "found_inf"):
+            if isinstance(value := getattr(optimizer, key, None), Tensor):
+                step.reading.add(key, value.clone())
+        if gradients and step.depth == LIGHT and not step.measure_norms(gradients):
+            self._saw_nonfinite()
         if gradients and step.depth >= PARAMETERS:
-            step.measure("gradient", gradients, with_samples=step.depth >= EVERYTHING)
+            if not step.measure("gradient", gradients):
+                self._saw_nonfinite()
             self._follow_direction(gradients)
             self._copies.setdefault(id(optimizer), optim.WeightCopy()).take(list(named.values()))
         facts["named"] = named
-        if not self._with_gradient.issuperset(named):
-            self._with_gradient.update(named)
-            self._describe_parameters()
+        self._parameters.got_gradients(named)
 
     @guarded
+    @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._open
-        facts = self._facts(optimizer)
+        if self.taping is not None:
+            self.taping.optimizer_ends()
+        facts = self._parameters.of_optimizer(optimizer)
         named: dict[str, Tensor] = facts.pop("named", {})
         step.order.append("s")
-        step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer))
+        self._note_optimizer(optimizer, facts)
         if named and step.depth >= PARAMETERS and id(optimizer) in self._copies:
-            weights = {name: measuring.local(p) for name, p in named.items()}
-            updates = self._copies[id(optimizer)].negative_updates(list(named.values()))
-            sampling = step.depth >= EVERYTHING
-            step.measure("weight", weights, with_samples=sampling)
-            step.measure("update", dict(zip(named, updates, strict=True)), with_samples=sampling)
-            self._measure_moments(optimizer, facts)
+            rows = [("weight", name, measuring.local(p)) for name, p in named.items()]
+            updates = self._copies[id(optimizer)].updates(list(named.values()))
+            rows += [("update", name, update) for name, update in zip(named, updates, strict=True)]
+            if step.depth >= OPTIMIZER:
+                rows += self._moments(optimizer, facts)
+            step.measure_rows(rows)
         if recomputing():  # the optimizer steps inside backward: one step is all of these together
             step.row["inside_backward"] = True
         else:
             self._close_step()
 
     @guarded
+    @torch.no_grad()
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler found inf: the optimizer's own hooks never fire, and this is the step that matters."""
         self.counts["skipped"] += 1
         step = self._open
         gradients = {
-            self._name(p): measuring.local(p.grad)
+            self._parameters.name(p): measuring.local(p.grad)
             for p in optim.parameters_of(optimizer)
             if p.grad is not None and measuring.is_measurable(p.grad)
         }
         if gradients:
-            self._measure_norms(gradients, None)
+            step.measure_norms(gradients)
+        if self._nonfinite_step == self.step:  # no weight has seen it: go on looking for the one that matters
+            self._nonfinite_step = None
         step.order.append("x")
-        facts = self._facts(optimizer)
-        step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer), skipped=1)
+        step.row["skipped"] = 1
+        self._note_optimizer(optimizer, self._parameters.of_optimizer(optimizer))
         self._close_step()
 
     @guarded
@@ -257,29 +282,28 @@ class Session:
         self._open.row.update(values)
 
     @guarded
+    @torch.no_grad()
     def tensors(self, kind: str, named: dict[str, Any]) -> None:
         """Tensors by hand: torch tensors, NumPy arrays, anything that torch.as_tensor takes."""
-        self._open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()}, True)
+        self._open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()})
 
-    def _stale_gradients(self) -> bool:
-        """Whether gradients that an optimizer has used already are still there, and not zero."""
-        used = [p for facts in self._optimizers.values() for p in optim.parameters_of(facts["object"])[:8]]
-        held = [p.grad for p in used if p.grad is not None]
-        # on a GPU a value cannot be read without waiting: there, being there is all that is asked
-        return any(g.device.type != "cpu" or bool((measuring.local(g) != 0).any()) for g in held)
+    @torch.no_grad()
+    def _look_for_stale_gradients(self) -> None:
+        """Gradients that an optimizer has used already, still there, and not zero: known when the step is written."""
+        used = [p for optimizer in self.optimizers for p in optim.parameters_of(optimizer)[:8]]
+        held = [measuring.local(p.grad) for p in used if p.grad is not None]
+        for index, group in enumerate(measuring.group_by_device(dict(enumerate(held))).values()):
+            self._open.reading.add(f"stale {index}", measuring.square_sums(list(group.values())).sum())
 
     # what a step measures ----------------------------------------------------------------------------------
 
-    def _measure_norms(self, gradients: dict[str, Tensor], grad_scale: Tensor | None) -> None:
-        step = self._open
-        for group in measuring.group_by_device(gradients).values():
-            squares = measuring.square_sums(list(group.values()))
-            if grad_scale is not None:  # a fused optimizer unscales inside its own step
-                squares = squares / grad_scale.double() ** 2
-            step.reading.add(f"squares {len(step.norms)}", squares)
-            step.norms += group
-            if squares.device.type == "cpu" and not bool(torch.isfinite(squares.sum())):
-                self._saw_nonfinite()
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+        rate = optim.largest_lr(optimizer)
+        self._open.row["optimizer"] = facts["number"]
+        if isinstance(rate, Tensor):  # on a GPU: it travels with the other numbers
+            self._open.reading.add("lr", rate)
+        else:
+            self._open.row["lr"] = rate
 
     def _follow_direction(self, gradients: dict[str, Tensor]) -> None:
         if len({g.device for g in gradients.values()}) != 1:
@@ -294,25 +318,27 @@ class Session:
                 self._open.row["cosine_names"] = names
         self._sampled_gradients = (self.step, names, now)
 
-    def _measure_moments(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-        step = self._open
-        found: dict[str, dict[str, Tensor]] = {"adam_m": {}, "adam_v": {}}
-        for kind, parameter, moment, eps in optim.moments(optimizer):
-            name = self._name(parameter)
-            found[kind][name] = measuring.local(moment)
-            if kind == "adam_v" and eps and step.depth >= EVERYTHING:
-                beta2 = optimizer.param_groups[0].get("betas", (0, 0))[1]
-                share = optim.epsilon_share(moment, eps, float(beta2), facts["steps"])
-                step.reading.add(f"eps_share {name}", share)
-        for kind, named in found.items():
-            if named:
-                step.measure(kind, named, with_samples=False)
-
-    def _collect_output(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
-        self._collect_guarded(kind, name, tensor, made_by)
+    def _moments(
+        self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+    ) -> list[tuple[str, str, Tensor]]:
+        """Adam's m and v as rows to measure; the share of v that ε outweighs goes into the reading."""
+        step, rows = self._open, []
+        squares: dict[str, Tensor] = {}
+        limits: list[float] = []
+        for kind, parameter, moment, limit in optim.moments(optimizer, facts["steps"]):
+            name, moment = self._parameters.name(parameter), measuring.local(moment)
+            rows.append((kind, name, moment))
+            if kind == "adam_v" and limit > 0:
+                squares[name] = moment
+                limits.append(limit)
+        if len({v.device for v in squares.values()}) == 1:
+            step.row["eps_names"] = list(squares)
+            step.reading.add("eps_share", optim.share_below(list(squares.values()), limits))
+        return rows
 
     @guarded
-    def _collect_guarded(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
+    @torch.no_grad()
+    def _output_seen(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
         step = self._open
         tensor = measuring.local(tensor)
         if step.depth < EVERYTHING or not tensor.numel():
@@ -321,7 +347,7 @@ class Session:
         self.writer.add_tensor(kind, name, **facts)
         if kind == "output" and tensor.dim() >= 2 and tensor.shape[0] > 1:
             step.reading.add(f"dead {name}", measuring.dead_share(tensor))
-        step.measure(kind, {name: tensor}, with_samples=True)
+        step.measure_soon(kind, name, tensor)
 
     # the turn of a step ------------------------------------------------------------------------------------
 
@@ -336,19 +362,34 @@ class Session:
             order="".join(step.order),
             depth=step.depth,
         )
-        step.reading.send()
-        self._in_flight.append((step, self.step))
+        self.losses.append(step.row.get("loss", math.nan))
+        number = self.step
         self.step += 1
         self._batch += 1
         self._begin_step()
-        self._settle(MOST_IN_FLIGHT)
+        self._ledger.add(step, number)
+        self._step_has_turned = True
+
+    def _turn_tape(self) -> None:
+        """The last step's tape is examined, the next one's begun; both outside of what is measured or taped."""
+        self._step_has_turned = False
+        if self.taping is not None and self.alive:
+            self.taping.end()
+            self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:
-        self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
+        if self.step > Purse.FIRST:  # what is measured in any case is not charged
+            self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
         depth = self._choose_depth()
-        self._open = OpenStep(depth)
+        now = time.perf_counter()
+        sampled = depth >= EVERYTHING and (
+            self.step < Purse.FIRST or now - self._last_sampled > BETWEEN_SAMPLES
+        )
+        if sampled:
+            self._last_sampled = now
+        self._open = OpenStep(depth, sampled)
         self._open.own_before = self.own_seconds
-        if depth >= EVERYTHING and not self.compiled:
+        if depth >= EVERYTHING and not self._compiled:
             self._outputs.attach()
         else:
             self._outputs.detach()
@@ -369,141 +410,39 @@ class Session:
         if self._nonfinite_step is None:
             self._nonfinite_step = self.step
             self.writer.write_event("first_nonfinite", step=self.step)
-            for step, names, norms in self._ring:  # how it got there
-                self._write_norms(step, names, norms)
+            self._ledger.write_ring()
         if self.step - self._nonfinite_step < CLOSE_LOOK and not self._rules:
             self._open.depth = max(self._open.depth, PARAMETERS)
 
-    def _settle(self, most_in_flight: int) -> None:
-        """Write the steps whose numbers have arrived."""
-        while self._in_flight:
-            step, number = self._in_flight[0]
-            if len(self._in_flight) <= most_in_flight and not step.reading.ready():
-                return
-            self._in_flight.popleft()
-            self._write(step, number, step.reading.get())
-
-    def _write(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        row = step.row
-        if step.losses:
-            row["loss"] = float(sum(found[f"loss {i}"].sum() for i in range(step.losses)))
-        for key in ("norm_before_clip", "cosine"):
-            if key in found:
-                row[key] = float(found[key].sum())
-        squares = [values for key, values in found.items() if key.startswith("squares ")]
-        if squares:
-            norms = np.sqrt(np.concatenate(squares))
-            row["grad_norm"] = float(np.sqrt(np.square(norms).sum()))
-            self._ring.append((number, step.norms, norms))
-        if step.rows:
-            self._write_statistics(step, number, found)
-        self.writer.write_step(row)
+    def _row_written(self, row: dict[str, Any]) -> None:
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
-        if broken and self._nonfinite_step is None:
+        if broken and self._nonfinite_step is None and not row.get("skipped"):
             self._saw_nonfinite()
+        if self.taping is not None:
+            self.taping.trouble = self._trouble_is_brewing(row)
         if self._on_row is not None:
             self._on_row(row)
 
-    def _write_statistics(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        raw = np.concatenate([found[f"stats {i}"] for i in _starts(found, "stats ")])
-        order: dict[tuple[str, str], list[int]] = {}
-        for index, key in enumerate(step.rows):
-            order.setdefault(key, []).append(index)
-        raw = np.stack([measuring.merge_calls(raw[places]) for places in order.values()])
-        kinds = np.array([kind for kind, _ in order])
-        raw[kinds == "update"] = measuring.turn_sign(raw[kinds == "update"])
-        rows = measuring.to_statistics(raw)
-        cosines = dict(zip(step.row.pop("cosine_names", ()), found.get("cosines", ()), strict=False))
-        for index, (kind, name) in enumerate(order):
-            if kind == "gradient" and name in cosines:
-                rows[index, STATISTICS.index("cosine")] = cosines[name]
-            elif kind == "adam_v" and f"eps_share {name}" in found:
-                rows[index, STATISTICS.index("eps_share")] = found[f"eps_share {name}"].sum()
-            elif kind == "output" and f"dead {name}" in found:
-                rows[index, STATISTICS.index("dead")] = found[f"dead {name}"].sum()
-        for kind, column in (("weight", "weight_norm"), ("update", "update_norm")):
-            if (kinds == kind).any():
-                step.row[column] = measuring.whole_norm(raw[kinds == kind])
-        numbers = np.array([self.writer.add_tensor(kind, name) for kind, name in order])
-        self.writer.write_frame(STATISTICS_FRAME, number, numbers, rows)
-        self._write_distributions(step, number, found)
+    def _trouble_is_brewing(self, row: dict[str, Any]) -> bool:
+        """The loss or the gradient is far above what it was in the last steps: the next steps are worth a tape."""
+        brewing = False
+        for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
+            value = row.get(column)
+            if value is None:
+                continue
+            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
+            usual = float(np.median(recent)) if len(recent) >= 5 else math.inf
+            brewing |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
+            if math.isfinite(value):
+                recent.append(value)
+        return brewing
 
-    def _write_distributions(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        rows: dict[int, np.ndarray] = {}
-        for start in _starts(found, "sample "):
-            samples = found[f"sample {start}"]
-            for index, values in enumerate(measuring.distributions(samples)):
-                kind, name = step.rows[start + index]
-                rows.setdefault(self.writer.add_tensor(kind, name), values)  # the first call stands for all
-        if rows:
-            self.writer.write_frame(DISTRIBUTION_FRAME, number, np.array(list(rows)), np.stack(list(rows.values())))
+    # the end -----------------------------------------------------------------------------------------------
 
-    def _write_norms(self, number: int, names: list[str], norms: np.ndarray) -> None:
-        rows = np.full((len(names), len(STATISTICS)), np.nan)
-        rows[:, STATISTICS.index("norm")] = norms
-        numbers = np.array([self.writer.add_tensor("gradient", name) for name in names])
-        self.writer.write_frame(STATISTICS_FRAME, number, numbers, rows)
-
-    # what is known about the whole -------------------------------------------------------------------------
-
-    def _name(self, parameter: Tensor) -> str:
-        name = self.names.of_parameter(parameter)
-        if name is None:
-            self.names.learn([parameter])
-            name = self.names.of_parameter(parameter)
-        return name or "?"
-
-    def _facts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        facts = self._optimizers.get(id(optimizer))
-        if facts is None:
-            self.names.learn(optim.parameters_of(optimizer))
-            label = find_variable(optimizer, user_frames()) or type(optimizer).__name__
-            number = len(self._optimizers)
-            facts = {"number": number, "name": label, "steps": 0, "object": optimizer}
-            self._optimizers[id(optimizer)] = facts  # "object" keeps the id taken
-            described = [
-                {"name": f["name"], **optim.describe(f["object"])} for f in self._optimizers.values()
-            ]
-            self.writer.set_info(optimizers=described)
-            self._describe_parameters()
-        return facts
-
-    def _describe_parameters(self, changed: dict[str, bool] | None = None) -> None:
-        """Every trainable parameter: who trains it, whether a gradient ever came, whether it moved."""
-        owner = {
-            self._name(p): facts["number"]
-            for facts in self._optimizers.values()
-            for p in optim.parameters_of(facts["object"])
-        }
-        known = dict(self.names.trainable())
-        for facts in self._optimizers.values():
-            known.update({self._name(p): p for p in optim.parameters_of(facts["object"])})
-        fresh = {n: measuring.local(p) for n, p in known.items() if n not in self._start_values}
-        for name, values in zip(fresh, _fingerprints(list(fresh.values())), strict=True):
-            self._start_values[name] = values
-        self.writer.set_info(
-            parameters=[
-                {
-                    "name": name,
-                    "shape": list(p.shape),
-                    "dtype": str(p.dtype)[6:],
-                    "trainable": p.requires_grad,
-                    "optimizer": owner.get(name),
-                    "gradient": name in self._with_gradient,
-                    **({"changed": changed[name]} if changed else {}),
-                }
-                for name, p in known.items()
-            ]
-        )
-        self._known = known
-
-    def _which_changed(self) -> dict[str, bool]:
-        known = getattr(self, "_known", {})
-        now = _fingerprints([measuring.local(p) for p in known.values()])
-        return {
-            name: not np.array_equal(self._start_values[name], values, equal_nan=True)
-            for name, values in zip(known, now, strict=True)
-        }
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Every optimizer that has stepped."""
+        return self._parameters.optimizers
 
     def cost(self) -> dict[str, Any]:
         """What watching has cost, and what the budget left out."""
@@ -513,6 +452,8 @@ class Session:
             "wall_seconds": round(wall, 4),
             "share": round(self.own_seconds / wall, 5) if wall else 0.0,
             "steps": self.step,
+            "experiment_seconds": round(self.taping.spent, 4) if self.taping else 0.0,
+            "taped_steps": self.taping.taped if self.taping else 0,
             "bare_steps": self.purse.left_out,
             "budget": self.purse.budget if self._limited else None,
         }
@@ -525,7 +466,9 @@ class Session:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        place = f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+        place = (
+            f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+        )
         self.writer.write_event("watching_failed", step=self.step, error=self.failure, place=place.strip())
         warnings.warn(
             f"gradproof stopped watching at step {self.step} ({self.failure}{place}); training goes on untouched",
@@ -537,30 +480,20 @@ class Session:
         self._outputs.detach()
         if os.getpid() != self.pid:
             return
+        if self.taping is not None:
+            self.taping.stop()
         self._close_guarded()
         self.alive = False
-        self.writer.set_info(cost=self.cost(), events_seen=self.counts, ended=time.time(), failure=self.failure)
+        self.writer.set_info(
+            cost=self.cost(), events_seen=self.counts, ended=time.time(), failure=self.failure
+        )
         self.writer.close()
 
     @guarded
+    @torch.no_grad()
     def _close_guarded(self) -> None:
-        self._settle(0)
-        if self._optimizers:
-            self._describe_parameters(self._which_changed())
-
-
-def _starts(found: dict[str, np.ndarray], prefix: str) -> list[int]:
-    return sorted(int(key[len(prefix) :]) for key in found if key.startswith(prefix))
-
-
-def _fingerprints(tensors: list[Tensor]) -> list[np.ndarray]:
-    """Statistics that change when a tensor changes (this waits for the device: twice in a run)."""
-    out: list[np.ndarray] = [np.empty(0)] * len(tensors)
-    keyed = {str(index): tensor for index, tensor in enumerate(tensors)}
-    for group in measuring.group_by_device(keyed).values():
-        for key, row in zip(group, measuring.measure(list(group.values())).cpu().numpy(), strict=True):
-            out[int(key)] = row
-    return out
+        self._ledger.settle(0)
+        self._parameters.describe_end()
 
 
 def _float(value: Any) -> Any:

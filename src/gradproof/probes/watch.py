@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import gradproof
+from gradproof import __version__
 from gradproof.probes.distributed import rank_and_world
 from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names
@@ -97,9 +97,9 @@ def watch(
         names=Names(models or None),
         schedule=schedule,
         budget=budget,
+        compiled=any(is_compiled(m) for m in models),
     )
     hooked = bool(models or optimizers)
-    session.compiled = any(is_compiled(m) for m in models)
     if not hooked:
         yield from _without_hooks(session)
         return
@@ -126,11 +126,15 @@ def open_session(
     names: Names,
     schedule: str | None = None,
     budget: float | None = None,
+    compiled: bool = False,
     on_row: Any = None,
+    rank: int | None = None,
 ) -> Session:
-    """A new run directory and the session that writes it."""
+    """A new run directory and the session that writes it; with a rank given, `out` is that rank's own."""
     rules = parse_schedule(schedule) if schedule else ()
-    rank, world = rank_and_world()
+    found, world = rank_and_world()
+    path = Path(f"{out}.rank{found}") if found and rank is None else Path(out)
+    rank = found if rank is None else rank
     info = {
         "command": list(command),
         "directory": os.getcwd(),
@@ -140,8 +144,8 @@ def open_session(
         "schedule": schedule,
         "versions": versions(),
     }
-    writer = RunWriter(Path(out) if rank == 0 else Path(f"{out}.rank{rank}"), info)
-    return Session(writer, names, rules=rules, budget=budget, rank=rank, on_row=on_row)
+    writer = RunWriter(path, info)
+    return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
 
 
 def default_path(label: str) -> Path:
@@ -156,7 +160,7 @@ def default_path(label: str) -> Path:
 def versions() -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
     return {
-        "gradproof": gradproof.__version__,
+        "gradproof": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -118,16 +118,22 @@ class Run:
         """One statistic of one tensor: steps and values where it was measured."""
         table = self.table(kind, statistic)
         if name not in table.names:
-            raise UserError(f"{self.path} has no {kind} of {name!r}; it has {', '.join(table.names[:8]) or 'none'}")
+            raise UserError(
+                f"{self.path} has no {kind} of {name!r}; it has {', '.join(table.names[:8]) or 'none'}"
+            )
         values = table.values[:, table.names.index(name)]
         measured = ~np.isnan(values)
         return table.steps[measured], values[measured]
 
     def percentiles(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of one tensor on sampled steps: steps, percentiles (see PERCENTILES) and exponent counts."""
-        found = [(f.step, f.values[f.numbers == number][0]) for f in self.distributions if number in f.numbers]
+        found = [
+            (f.step, f.values[f.numbers == number][0]) for f in self.distributions if number in f.numbers
+        ]
         steps = np.array([step for step, _ in found], dtype=np.int64)
-        values = np.stack([v for _, v in found]) if found else np.empty((0, FRAME_COLUMNS[DISTRIBUTION_FRAME]))
+        values = (
+            np.stack([v for _, v in found]) if found else np.empty((0, FRAME_COLUMNS[DISTRIBUTION_FRAME]))
+        )
         return steps, values[:, : len(PERCENTILES)], values[:, len(PERCENTILES) :]
 
 
@@ -153,7 +159,9 @@ def _read_info(path: Path) -> dict[str, Any]:
         info = json.loads(file.read_text(encoding="utf-8"))
         version = info["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error}); the steps in {STEPS_FILE} may still be readable") from None
+        raise UserError(
+            f"{file} is damaged ({error}); the steps in {STEPS_FILE} may still be readable"
+        ) from None
     if not isinstance(version, int) or version > FORMAT:
         raise UserError(
             f"{path} was written by a newer gradproof (format {version}; this one reads up to {FORMAT}): "
@@ -213,13 +221,15 @@ def _read_frames(file: Path, notes: list[str]) -> Iterator[tuple[int, Frame]]:
     data = np.memmap(file, dtype=np.uint8, mode="r")
     offset, damaged = 0, 0
     while offset + FRAME_HEADER.size <= len(data):
-        magic, content, step, rows, size, crc = FRAME_HEADER.unpack(data[offset : offset + FRAME_HEADER.size])
+        magic, content, step, rows, size, crc = FRAME_HEADER.unpack(
+            data[offset : offset + FRAME_HEADER.size].tobytes()
+        )
         start, end = offset + FRAME_HEADER.size, offset + FRAME_HEADER.size + size
         columns = FRAME_COLUMNS.get(content)
         if magic != FRAME_MAGIC or end > len(data):
             break
         payload = data[start:end]
-        if zlib.crc32(payload) != crc or columns is None or size != rows * 4 * (1 + columns):
+        if zlib.crc32(payload.data) != crc or columns is None or size != rows * 4 * (1 + columns):
             damaged += 1
         else:
             numbers = payload[: 4 * rows].view("<u4").astype(np.int64)

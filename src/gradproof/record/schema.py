@@ -35,8 +35,10 @@ STEP_COLUMNS = (
     "backwards",  # micro-batches accumulated
     "loss_scale",
     "skipped",  # 1: the GradScaler found inf and did not step
-    "depth",  # 0 bare, 1 light, 2 parameters, 3 everything
-    "order",  # g gradients of an earlier step still there, z zero_grad, b backward, u unscale, c clip norm, v clip value, s step, x skipped, l scheduler
+    "depth",  # a place in DEPTHS: 0 bare, 1 light, 2 parameters, 3 optimizer, 4 all
+    # what happened, in order: g gradients of an earlier step still there, z zero_grad, b backward, u unscale,
+    # c clip norm, v clip value, s step, x step skipped, l scheduler
+    "order",
 )
 TEXT_COLUMNS = ("order",)
 
@@ -62,7 +64,7 @@ EXPONENT_LOW, EXPONENT_BINS = -80, 64
 
 KINDS = ("output", "output_gradient", "gradient", "weight", "update", "adam_m", "adam_v")
 
-DEPTHS = ("bare", "light", "parameters", "all")
+DEPTHS = ("bare", "light", "parameters", "optimizer", "all")
 
 # A frame: magic, what it holds, step, rows, bytes of payload, CRC of payload; then the payload:
 # rows × uint32 tensor numbers (run.json names them), then rows × columns of float32.
@@ -79,7 +81,9 @@ def pack_frame(content: int, step: int, numbers: np.ndarray, values: np.ndarray)
     """One step's statistics as bytes that can be appended and checked."""
     largest = np.finfo(np.float32).max
     finite = np.isfinite(values)
-    values = np.where(finite, np.clip(values, -largest, largest), values)  # a finite 1e39 must not turn into inf
+    values = np.where(
+        finite, np.clip(values, -largest, largest), values
+    )  # a finite 1e39 must not turn into inf
     payload = numbers.astype("<u4").tobytes() + values.astype("<f4").tobytes()
     header = FRAME_HEADER.pack(FRAME_MAGIC, content, step, len(numbers), len(payload), zlib.crc32(payload))
     return header + payload

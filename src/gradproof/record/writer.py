@@ -1,4 +1,4 @@
-"""Writes a run while it happens: whole records only, appended at once, so that a killed process loses none.
+"""Writes a run while it happens: whole records only, appended at once, so that a killed process loses nothing.
 
 Training must not suffer from the disk: the first failure to write becomes one warning, and writing ends.
 """
@@ -31,12 +31,16 @@ class RunWriter:
     """One run directory, made new; `add_tensor` gives the number under which frames know a tensor."""
 
     def __init__(self, path: str | os.PathLike, info: Mapping[str, Any]) -> None:
-        self.path = new_directory(Path(path))
+        self.path = Path(path)
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
         self._numbers: dict[tuple[str, str], int] = {}
         self._files: dict[str, int] = {}
         self._info_changed = True
+        try:
+            self.path = new_directory(self.path)
+        except OSError as error:
+            self._give_up(error)
         self._append(STEPS_FILE, (",".join(STEP_COLUMNS) + "\n").encode())
         self.save_info()
 

@@ -31,7 +31,9 @@ def _headline(diagnosis: Diagnosis, paint) -> str:
         return f"{paint('bold', where)}\n{paint('good', 'Nothing is wrong that this record could show.')}"
     first = diagnosis.causes[0]
     place = f", at {first.where}" if first.where else ""
-    return f"{paint('bold', where)}\n{paint(first.level, _sentence(first.title) + place)} ({first.confidence})"
+    return (
+        f"{paint('bold', where)}\n{paint(first.level, _sentence(first.title) + place)} ({first.confidence})"
+    )
 
 
 def _finding(number: int, cause: Finding, paint) -> str:
@@ -44,6 +46,8 @@ def _finding(number: int, cause: Finding, paint) -> str:
     for index, line in enumerate(cause.evidence):
         lines.append(_wrap("how we know  " if index == 0 else "             ", line))
     lines.append(_wrap("what to do   ", cause.fix))
+    if cause.tried:
+        lines.append(_wrap("             ", cause.tried))
     return "\n".join(lines)
 
 
@@ -64,13 +68,17 @@ def _footer(diagnosis: Diagnosis, paint) -> str:
     lines = [f"note: {note}" for note in diagnosis.notes]
     cost = diagnosis.cost
     if cost:
-        text = f"gradproof took {cost['own_seconds']:.2g} s, {100 * cost['share']:.1f} % of the wall time"
+        text = f"watching took {cost['own_seconds']:.2f} s, {100 * cost['share']:.1f} % of the wall time"
+        if cost.get("taped_steps"):
+            text += f"; taping {cost['taped_steps']} steps and testing on them took {cost['experiment_seconds']:.1f} s"
         if cost.get("bare_steps"):
             text += (
-                f"; to keep to {100 * cost['budget']:g} %, {cost['bare_steps']} of {cost['steps']} steps "
-                "have only loss and learning rate"
+                f" (the first steps are measured whole); to keep to {100 * cost['budget']:g} % after them, "
+                f"{cost['bare_steps']} of {cost['steps']} steps have only loss and learning rate"
             )
-        lines.append(paint("dim", text + "."))
+        lines.append(paint("dim", textwrap.fill(text + ".", WIDTH)))
+    else:
+        lines.append(paint("dim", "gradproof's cost is not known: the run has not ended, or was killed."))
     lines.append(f"next: gradproof diagnose {diagnosis.run} --json")
     return "\n".join(lines)
 
@@ -81,7 +89,11 @@ def _sentence(text: str) -> str:
 
 def _wrap(label: str, text: str) -> str:
     return textwrap.fill(
-        text, WIDTH, initial_indent=f"   {label}", subsequent_indent=" " * (3 + len(label)), break_long_words=False
+        text,
+        WIDTH,
+        initial_indent=f"   {label}",
+        subsequent_indent=" " * (3 + len(label)),
+        break_long_words=False,
     )
 
 

@@ -1,0 +1,40 @@
+"""Is the gradient right? The step's gradients against those of its float64 replay, down to the culprit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
+from gradproof.experiments.nonfinite import place_of, step_is_nonfinite
+
+FAMILY_OF = {
+    "wrong backward": "wrong-gradient/backward",
+    "stale activation": "aliasing-or-inplace/saved-activation",
+    "recomputed differently": "wrong-gradient/recomputed-differently",
+    "memory never written": "aliasing-or-inplace/never-written",
+    "changed by a hook": "wrong-gradient/hook",
+}
+
+
+def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
+    """Wrong backwards, cut paths and gradients that are not what backward brought; or, just as loudly, right."""
+    if step_is_nonfinite(evidence):
+        return
+    found = evidence.shadow
+    if found.culprits:
+        culprit = found.culprits[0]
+        lines = [line.strip() for line in str(culprit).splitlines()]
+        others = {other.module for other in found.culprits[1:] if other.what == culprit.what} - {culprit.module, ""}
+        if others:
+            lines.append(f"the same in {', '.join(sorted(others))}")
+        id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
+        yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
+        return
+    for mismatch in found.accumulation:
+        yield confirmed("zero-grad-error/stale", str(mismatch), where=mismatch.parameter)
+        break
+    wrong = [p for p in found.parameters if p.verdict == "wrong"]
+    if wrong and not found.accumulation:
+        yield undecided("wrong-gradient", str(wrong[0]))
+    elif found.right and found.worst is not None and not found.notes:
+        yield excluded("wrong-gradient", f"every gradient agrees with float64 to {found.worst.error:.0e}")

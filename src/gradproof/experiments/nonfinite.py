@@ -1,0 +1,82 @@
+"""Where was a NaN or Inf born? The first operation that made one from good operands, if it reaches the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.tape.locate import FirstBad, find_first_bad_operation
+from gradproof.tape.operations import Line
+
+HALF = {"float16", "bfloat16"}
+
+
+def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
+    """On every taped step; silent while loss and gradients are finite."""
+    if evidence.memory.get("located") or not step_is_nonfinite(evidence):
+        return
+    bad = find_first_bad_operation(evidence.tape)
+    if bad is None:
+        return
+    if bad.kind == "parameter":  # the weights were bad before this step: what made them so was not taped
+        return
+    if bad.scaled:  # a GradScaler skips this step: that is its work
+        return
+    evidence.memory["located"] = True
+    found = verdict_of(bad)
+    if diverged(
+        evidence.losses
+    ):  # the numbers grew until they overflowed: this is the end of the story, not its cause
+        found = replace(found, level="note")
+    yield found
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """The loss had grown a hundredfold over its usual size before it stopped being finite."""
+    finite = [abs(loss) for loss in losses if math.isfinite(loss)]
+    if len(finite) < 3:
+        return False
+    usual = sorted(finite)[len(finite) // 2] if len(finite) > 8 else finite[0]
+    return finite[-1] > 100 * usual + 1e-12 or max(finite[-3:]) > 100 * finite[0] + 1e-12
+
+
+def step_is_nonfinite(evidence: Evidence) -> bool:
+    """From the losses seen; else from the gradients and parameters as they are after the step."""
+    if evidence.losses and not math.isfinite(evidence.losses[-1]):
+        return True
+    for optimizer in evidence.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for tensor in (parameter.grad, parameter):
+                    if tensor is not None and not tensor.is_sparse and not bool(torch.isfinite(tensor.sum())):
+                        return True
+    return False
+
+
+def verdict_of(bad: FirstBad) -> Verdict:
+    """The family follows from the phase and the precision in which the value was born."""
+    family = {"forward": "forward-nonfinite", "backward": "backward-nonfinite"}.get(
+        bad.phase, "optimizer-config"
+    )
+    what = bad.operator
+    low = [operand for operand in bad.operands if operand.dtype in HALF]
+    if low and bad.value == "inf" and bad.kind == "operation":
+        family, what = "low-precision-error", f"overflow-in-{bad.operator}"
+    if bad.kind == "data":
+        what = "data"
+    if bad.kind == "memory never written":
+        what = "never-written-memory"
+    lines = [line.strip() for line in str(bad).splitlines()]
+    return confirmed(f"{family}/{what}", *lines, where=place_of(bad.module, bad.line), lasting=True)
+
+
+def place_of(module: str, line: Line | None) -> str | None:
+    """For example `blocks.2.norm (model.py:41)`."""
+    where = f"{line.file.rsplit('/', 1)[-1]}:{line.number}" if line else ""
+    if module and where:
+        return f"{module} ({where})"
+    return module or where or None

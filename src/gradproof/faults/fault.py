@@ -1,0 +1,59 @@
+"""What a planted fault is: a healthy script, a few replacements of its text, and the harm they do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+Edits = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One cause, planted in one script; the script without the edits is its healthy twin."""
+
+    id: str  # family/what, the families of the catalogue of causes
+    script: str  # name of a file in scripts/, without .py
+    where: tuple[
+        str, ...
+    ]  # pieces of a module path or source line, any of which names the place; () if none does
+    edits: Edits
+    harm: tuple[
+        str, float
+    ]  # a printed metric, and by how much at least it moves away from the twin's (or not finite)
+    also: tuple[str, ...] = ()  # families that describe the same mistake as truly
+
+    @property
+    def family(self) -> str:
+        return self.id.split("/")[0]
+
+    @property
+    def name(self) -> str:
+        return f"{self.script}-{self.id.split('/')[1]}"
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A run that looks odd and is well: nothing in it is a problem."""
+
+    name: str
+    script: str
+    good: tuple[str, float, float]  # a printed metric, and the range it ends in
+    edits: Edits = ()
+
+
+def read_script(script: str) -> str:
+    """The source of a healthy script."""
+    return (SCRIPTS / f"{script}.py").read_text()
+
+
+def plant(fault: Fault | Healthy) -> str:
+    """The script's source with the edits made; each old text has to occur exactly once."""
+    source = read_script(fault.script)
+    for old, new in fault.edits:
+        if source.count(old) != 1:
+            raise ValueError(
+                f"{fault.name}: {old!r} occurs {source.count(old)} times in {fault.script}.py, not once"
+            )
+        source = source.replace(old, new)
+    return source

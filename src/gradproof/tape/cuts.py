@@ -1,0 +1,98 @@
+"""Where the path of a gradient is cut: parameters that shape the loss and yet receive no gradient from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradproof.tape.operations import Line, Operation, Slot, Tape, references
+
+LEAVES_PYTORCH = {"_local_scalar_dense": ".item()", "equal": "a comparison", "is_nonzero": "a condition"}
+STEPS = {"argmax", "argmin", "round", "floor", "ceil", "sign", "trunc", "bernoulli", "multinomial"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter without a gradient, and the operation at which its path to the loss ends."""
+
+    parameter: str
+    how: str
+    module: str
+    line: Line | None
+
+    def __str__(self) -> str:
+        where = (
+            f"{f'{self.module}, ' if self.module else ''}{self.line}" if self.line else "nowhere on the tape"
+        )
+        return f"{self.parameter} gets no gradient: {self.how}, {where}"
+
+
+def find_cuts(tape: Tape, without_gradient: list[Slot]) -> list[Cut]:
+    """For each of these parameters, the first place where the way to the loss is cut."""
+    towards_loss = _slots_towards(tape, tape.loss_slots)
+    return [_cut_of(tape, parameter, towards_loss) for parameter in without_gradient]
+
+
+def _slots_towards(tape: Tape, targets: list[int]) -> set[int]:
+    found = set(targets)
+    for operation in reversed(tape.operations):
+        if operation.in_backward is None and not found.isdisjoint((*operation.makes, *operation.writes)):
+            found.update(operation.reads)
+    return found
+
+
+def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int]) -> Cut:
+    followed, influenced = {parameter.index}, {parameter.index}
+    candidates: list[tuple[Operation, str]] = []
+    leaving: tuple[Operation, str] | None = None
+    for operation in tape.operations:
+        if operation.in_backward is not None or operation.phase == "optimizer":
+            continue
+        if influenced.isdisjoint(operation.reads):
+            continue
+        influenced.update((*operation.makes, *operation.writes))
+        if followed.isdisjoint(operation.reads):
+            continue
+        if operation.name in LEAVES_PYTORCH:
+            leaving = (operation, f"{LEAVES_PYTORCH[operation.name]} turns it into a Python number")
+        how = _stops(tape, operation, followed)
+        if how:
+            candidates.append((operation, how))
+        else:
+            followed.update((*operation.makes, *operation.writes))
+    for operation, how in candidates:
+        if not towards_loss.isdisjoint((*operation.makes, *operation.writes)):
+            return Cut(parameter.name, how, operation.module, operation.line)
+    last = leaving or (candidates[-1] if candidates else None)
+    if last is not None and parameter.index not in towards_loss:
+        return Cut(
+            parameter.name, f"{last[1]}, and no operation leads on to the loss", last[0].module, last[0].line
+        )
+    how = (
+        "it is part of the loss, but its backward returned nothing"
+        if parameter.index in towards_loss
+        else "it is not used by the loss"
+    )
+    return Cut(parameter.name, how, "", None)
+
+
+def _stops(tape: Tape, operation: Operation, followed: set[int]) -> str:
+    """Why an operation passes no gradient on; empty when it does."""
+    refs_untracked = [
+        ref
+        for ref in references((operation.args, operation.kwargs))
+        if ref.slot in followed and not ref.tracked
+    ]
+    if operation.call is not None:
+        return ""
+    if operation.name == "detach":
+        return "detach() or .data cuts it"
+    if operation.name == "alias" and refs_untracked:
+        return "a shallow copy (.data) cuts it"
+    if not operation.grad_enabled:
+        return f"{operation.name} runs under no_grad"
+    made = [tape.slots[slot].dtype for slot in operation.makes]
+    if made and not any(dtype.is_floating_point or dtype.is_complex for dtype in made):
+        return f"{operation.name} makes integers or booleans of it"
+    if operation.name in STEPS:
+        return f"{operation.name} has no slope"
+    return ""

@@ -1,0 +1,203 @@
+"""Runs one recorded operator again, in its own precision or in another, and says so when it cannot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradproof.tape.operations import Operation, Ref, Slot, references, replace_references
+from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of, written_arguments
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
+class CannotReplay(Exception):
+    """Why an operator could not be run again."""
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor in another precision; integers and booleans stay what they are."""
+    if dtype is None:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    if tensor.is_complex() and dtype in _COMPLEX:
+        return tensor.to(_COMPLEX[dtype])
+    return tensor
+
+
+def execute(
+    operation: Operation,
+    value: Callable[[Ref], torch.Tensor],
+    slots: list[Slot],
+    dtype: torch.dtype | None,
+    fresh: float,
+) -> tuple[Any, str]:
+    """(result, note): the operator run again; the note says when it was not run as recorded."""
+    func, name = operation.func, operation.name
+    args = replace_references(operation.args, value)
+    kwargs = replace_references(operation.kwargs, value)
+    if operation.frozen is not None:
+        return _frozen_result(operation, args, kwargs, dtype), ""
+    if name in FRESH:
+        return _fresh_memory(func, args, kwargs, dtype, fresh), ""
+    if name == "detach" and operation.call is not None:
+        return torch.ops.aten.alias.default(args[0]), ""  # inside a custom forward nothing is followed anyway
+    if torch.is_grad_enabled() and any(key in kwargs for _, key in written_arguments(func)):
+        return _functional_out(func, args, kwargs, dtype), ""
+    if dtype is None or not hasattr(func, "_schema"):
+        return func(*args, **kwargs), ""
+    if name in FUSED_ATTENTION:
+        return _attention_formula(func, args, kwargs), ""
+    if not any(isinstance(part, torch.Tensor) for part in _flat((args, kwargs))):
+        return _map(func(*args, **kwargs), lambda t: converted(t, dtype)), ""  # a constant: as it was
+    if name == "view" and any(isinstance(part, torch.dtype) for part in args):
+        return _own_precision(operation, value, slots, dtype, TypeError("looks at bits"))
+    try:
+        result = func(*_in_precision(name, args, dtype), **_in_precision(name, kwargs, dtype))
+        return _map(result, lambda t: converted(t, dtype)), ""
+    except Exception as error:
+        return _own_precision(operation, value, slots, dtype, error)
+
+
+def _own_precision(
+    operation: Operation, value: Callable, slots: list[Slot], dtype: torch.dtype, error: Exception
+) -> tuple[Any, str]:
+    """The operator knows no other precision: lower its arguments, run it, raise its results."""
+    if operation.writes:
+        raise CannotReplay(f"{operation.name} cannot be run in {dtype}: {_first_line(error)}") from error
+
+    def lowered(ref: Ref) -> torch.Tensor:
+        tensor = value(ref)
+        return tensor.to(slots[ref.slot].dtype) if tensor.is_floating_point() else tensor
+
+    if operation.name == "view" and not any(isinstance(part, torch.dtype) for part in operation.args):
+        args = replace_references(operation.args, value)
+        return args[0].reshape(args[1]), ""  # another memory layout than recorded
+    args, kwargs = replace_references((operation.args, operation.kwargs), lowered)
+    try:
+        result = operation.func(*args, **kwargs)
+    except Exception as second:
+        raise CannotReplay(f"{operation.name} cannot be run again: {_first_line(second)}") from second
+    return _map(result, lambda t: converted(t, dtype)), f"{operation.name} was run in its own precision"
+
+
+def _functional_out(func: Any, args: tuple, kwargs: dict, dtype: torch.dtype | None) -> Any:
+    """op(…, out=x) as x.copy_(op(…)): autograd follows the second, not the first."""
+    outs = [kwargs[key] for _, key in written_arguments(func) if key in kwargs]
+    rest = {key: part for key, part in kwargs.items() if key not in {k for _, k in written_arguments(func)}}
+    if dtype is not None:
+        args, rest = _in_precision(name_of(func), args, dtype), _in_precision("", rest, dtype)
+    made = func.overloadpacket(*args, **rest)
+    values = [made] if isinstance(made, torch.Tensor) else list(made)
+    for out, value in zip(outs, values, strict=True):
+        out.copy_(value)
+    return outs[0] if isinstance(made, torch.Tensor) else tuple(outs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:160]
+
+
+def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch.dtype | None) -> Any:
+    assert operation.frozen is not None
+    if operation.name == "native_dropout":
+        mask = operation.frozen[1]
+        p = argument(operation.func, args, kwargs, "p", 0.5)
+        scale = 1.0 / (1.0 - p) if p < 1 else 0.0  # type: ignore[operator]
+        return args[0] * mask * scale, mask
+    if operation.name == "rrelu_with_noise":
+        noise = converted(operation.frozen[-1], dtype)
+        args[1].copy_(noise)
+        return args[0] * noise
+    if operation.writes:
+        targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
+        for target, frozen in zip(targets, operation.frozen, strict=True):
+            with torch.no_grad():
+                target.detach().copy_(frozen)
+        return args[0]
+    made = list(references(operation.results))
+    values = [
+        converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype)
+        for frozen in operation.frozen
+    ]
+    return values[0] if len(made) == 1 and isinstance(operation.results, Ref) else tuple(values)
+
+
+def _recorded_dtype(operation: Operation, frozen: torch.Tensor) -> torch.dtype:
+    if not operation.name.startswith("bernoulli"):
+        return frozen.dtype
+    return torch.get_default_dtype() if frozen.dtype == torch.bool else frozen.dtype
+
+
+def _fresh_memory(
+    func: Callable, args: tuple, kwargs: dict, dtype: torch.dtype | None, fresh: float
+) -> torch.Tensor:
+    result = (
+        func(*args, **_in_precision(name_of(func), kwargs, dtype))
+        if dtype is not None
+        else func(*args, **kwargs)
+    )
+    result = converted(result, dtype)
+    with torch.no_grad():
+        return result.fill_(fresh) if result.is_floating_point() or result.is_complex() else result.zero_()
+
+
+def _in_precision(name: str, tree: Any, dtype: torch.dtype) -> Any:
+    """Arguments that name a precision follow the replay's."""
+    if isinstance(tree, torch.dtype):
+        if tree in _FLOATS:
+            return dtype
+        return _COMPLEX.get(dtype, tree) if tree.is_complex else tree
+    if isinstance(tree, dict):
+        return {key: _in_precision(name, part, dtype) for key, part in tree.items()}
+    if isinstance(tree, tuple) and name in ("_softmax", "_log_softmax"):
+        return (*tree[:2], False)  # half_to_float
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_in_precision("", part, dtype) for part in tree)
+    return tree
+
+
+def _attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
+    """softmax(q kᵀ · scale + bias) v, what all fused attention operators compute; (B, H, T, D)."""
+    query, key, value = args[:3]
+    bias = (
+        argument(func, args, kwargs, "attn_bias")
+        if "efficient" in str(func) or "cudnn" in str(func)
+        else None
+    )
+    if bias is None:
+        bias = argument(func, args, kwargs, "attn_mask")
+    scale = argument(func, args, kwargs, "scale")
+    factor = scale if isinstance(scale, float) else 1.0 / math.sqrt(query.shape[-1])
+    if key.shape[1] != query.shape[1]:  # grouped queries
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    scores = (query @ key.mT) * factor
+    if argument(func, args, kwargs, "is_causal", False):
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if isinstance(bias, torch.Tensor):
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    nothing = scores.amax(-1, keepdim=True) == -math.inf  # a row without any key gives zero, not NaN
+    out = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0) @ value
+    # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return (out, torch.logsumexp(scores, -1))
+
+
+def _flat(tree: Any) -> list:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [leaf for part in tree for leaf in _flat(part)] if isinstance(tree, (tuple, list)) else [tree]
+
+
+def _map(tree: Any, function: Callable) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map(part, function) for part in tree)
+    return tree

@@ -1,0 +1,262 @@
+"""A recorded step as plain data: slots, operations, and the calls of modules, functions and backward
+between them.
+
+A slot stands for one tensor of the step. It holds no values: those come back by replaying the operations
+from the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Line(NamedTuple):
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} in {self.function}"
+
+
+class Ref(NamedTuple):
+    """A tensor argument: which slot, and whether autograd was following it when it was read."""
+
+    slot: int
+    tracked: bool
+
+
+@dataclass(slots=True)
+class Slot:
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    made_by: int | None = None  # operation; None for a leaf
+    storage: int = -1  # slots with the same number share memory
+    kind: str = "result"  # result, parameter, buffer, gradient, state, input; outside: not made by PyTorch
+    name: str = ""
+    followed: bool = False  # an autograd node made it
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name or f'slot {self.index}'} {dtype}{list(self.shape)}"
+
+
+@dataclass(slots=True)
+class Operation:
+    index: int
+    func: Callable
+    args: tuple
+    kwargs: dict
+    results: Any  # a Ref, a tuple of them, or None
+    writes: tuple[int, ...]  # slots it changes in place
+    phase: str  # forward, backward, optimizer
+    module: str
+    line: Line | None
+    grad_enabled: bool
+    call: int | None  # the custom function whose forward it belongs to
+    node: str  # the autograd node it ran for, in backward
+    made_from: int | None  # the forward operation that node belongs to
+    in_backward: int | None  # the backward call it belongs to
+    frozen: tuple | None = (
+        None  # recorded results of what cannot be computed again: random numbers, foreign kernels
+    )
+    fingerprint: int | None = None  # place in Tape.fingerprints
+
+    @property
+    def name(self) -> str:
+        packet = getattr(self.func, "overloadpacket", self.func)
+        return getattr(packet, "__name__", str(packet))
+
+    @property
+    def reads(self) -> list[int]:
+        return [ref.slot for ref in references((self.args, self.kwargs))]
+
+    @property
+    def makes(self) -> list[int]:
+        return [ref.slot for ref in references(self.results)]
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module: operations first to last-1."""
+
+    path: str
+    kind: str
+    first: int
+    last: int = 0
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+
+class OperatorFunction:
+    """An operator from outside PyTorch with a backward of its own, called like an autograd.Function."""
+
+    def __init__(self, func: Callable, kwargs: dict) -> None:
+        self.__name__ = str(func).removesuffix(".default")
+        self.func, self.kwargs = func, kwargs
+
+    def apply(self, *args: Any) -> Any:
+        return self.func(*args, **self.kwargs)
+
+
+@dataclass(slots=True)
+class FunctionCall:
+    """One call of a hand-written autograd.Function: forward operations first to last-1, and what its
+    backward saw."""
+
+    index: int
+    cls: Any  # the class, or an OperatorFunction
+    args: tuple  # tensors as Ref, the rest as they were
+    first: int
+    module: str
+    line: Line | None
+    sequence: int
+    last: int = 0
+    outputs: list[int | None] = field(default_factory=list)
+    # one entry a backward: (operation at which it ended, gradients in, gradients out, operations from)
+    backwards: list[tuple[int, list[int | None], list[int | None], int]] = field(default_factory=list)
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    opaque: str = ""  # why its forward cannot be replayed operation by operation
+
+    @property
+    def backward_line(self) -> Line:
+        code = getattr(getattr(self.cls, "backward", None), "__code__", None)
+        if code is None:
+            return self.line or Line("?", 0, "backward")
+        return Line(code.co_filename, code.co_firstlineno, "backward")
+
+    @property
+    def inputs(self) -> list[int]:
+        return [arg.slot for arg in self.args if isinstance(arg, Ref)]
+
+
+@dataclass(slots=True)
+class BackwardCall:
+    """One run of the autograd engine: operations first to last-1, from the roots to the leaves."""
+
+    index: int
+    roots: list[int]
+    root_gradients: list[int | None]
+    inputs: list[int] | None  # of torch.autograd.grad; None when it fills .grad
+    create_graph: bool
+    accumulates: bool
+    nested: bool  # inside another backward: a checkpoint's recomputation
+    first: int
+    last: int = 0
+    line: Line | None = None
+    results: list[int | None] = field(default_factory=list)
+    contributions: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (at operation, parameter, gradient)
+    received: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (at operation, slot, gradient that reached it)
+    stored: dict[int, int] = field(default_factory=dict)  # parameter -> its .grad afterwards
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a leaf's memory held before the step: one flat tensor, and the slots that look into it."""
+
+    flat: torch.Tensor
+    kept: bool = False  # True once it is a copy of its own
+    views: dict[int, tuple] = field(default_factory=dict)  # slot -> (size, stride, offset)
+
+
+@dataclass
+class Tape:
+    """One step: leaves, operations in order, and who called them."""
+
+    slots: list[Slot] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    loose: dict[int, torch.Tensor] = field(default_factory=dict)  # leaves without strided memory
+    modules: list[ModuleCall] = field(default_factory=list)
+    functions: list[FunctionCall] = field(default_factory=list)
+    backwards: list[BackwardCall] = field(default_factory=list)
+    cleared_at: list[int] = field(default_factory=list)  # operations before which zero_grad was called
+    stepped_at: list[int] = field(default_factory=list)  # operations before which an optimizer's step began
+    stepped: list[int] = field(default_factory=list)  # parameters that an operation of the step changed
+    # parameter -> (operation, .grad): as the optimizer saw it, or at the end
+    final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
+    rng: dict[str, torch.Tensor] = field(default_factory=dict)
+    fingerprints: torch.Tensor | list = field(default_factory=list)
+    never_written: dict[int, str] = field(default_factory=dict)  # operation -> what it read
+    compiled: bool = False
+    scaled: set[int] = field(default_factory=set)  # operations in which a GradScaler scaled a loss
+    broken: str = ""  # why recording stopped early
+
+    def leaves(self, kind: str | None = None) -> list[Slot]:
+        return [slot for slot in self.slots if slot.made_by is None and (kind is None or slot.kind == kind)]
+
+    @property
+    def parameters(self) -> list[Slot]:
+        return self.leaves("parameter")
+
+    @property
+    def inputs(self) -> list[Slot]:
+        """Leaves that are neither parameters, buffers nor gradients: the batch, its targets, masks."""
+        return self.leaves("input")
+
+    @property
+    def top_backwards(self) -> list[BackwardCall]:
+        return [call for call in self.backwards if not call.nested]
+
+    @property
+    def loss_slots(self) -> list[int]:
+        return [slot for call in self.top_backwards if call.accumulates for slot in call.roots]
+
+    def leaf_value(self, slot: int) -> torch.Tensor:
+        """What a leaf held before the step."""
+        if slot in self.loose:
+            return self.loose[slot]
+        for memory in self.memories:
+            if slot in memory.views:
+                return memory.flat.as_strided(*memory.views[slot])
+        raise KeyError(f"slot {slot} is not a leaf")
+
+    def bytes(self) -> int:
+        """Bytes the tape holds: leaves, random results."""
+        tensors = [memory.flat for memory in self.memories] + list(self.loose.values())
+        for operation in self.operations:
+            tensors += [value for value in operation.frozen or () if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def place(self, operation: Operation) -> str:
+        """Where an operation is: module path and source line; of a backward operation, those of its
+        forward."""
+        origin = operation
+        if operation.phase == "backward" and operation.made_from is not None:
+            origin = self.operations[operation.made_from]
+        module = f"in {origin.module}, " if origin.module else ""
+        line = operation.line if operation.phase == "backward" and operation.line else origin.line
+        return f"{module}{line}" if line else f"{module}no source line"
+
+
+def references(tree: Any) -> Iterator[Ref]:
+    """All slots named in a tree of arguments."""
+    if isinstance(tree, Ref):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from references(part)
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from references(part)
+
+
+def replace_references(tree: Any, value: Callable[[Ref], Any]) -> Any:
+    """The same tree with every slot replaced by its value."""
+    if isinstance(tree, Ref):
+        return value(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([replace_references(part, value) for part in tree])
+    if isinstance(tree, dict):
+        return {key: replace_references(part, value) for key, part in tree.items()}
+    return tree

@@ -1,0 +1,289 @@
+"""The truth about a step: its loss and every gradient in float64, against what the step really computed.
+
+answer = shadow(tape)
+answer.right          # True, and str(answer) says how right
+answer.culprits[0]    # else: the backward that is wrong, by class, module and line
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gradproof.tape.accumulation import Accumulation, judge_accumulation
+from gradproof.tape.audit import Audit, Auditor
+from gradproof.tape.culprits import Culprit, wrong_functions, wrong_nodes
+from gradproof.tape.cuts import Cut, find_cuts
+from gradproof.tape.locate import find_never_written
+from gradproof.tape.operations import Slot, Tape, references
+from gradproof.tape.pattern import cosine, describe_difference, wide
+from gradproof.tape.replay import Replay, collect, differentiate, real_contributions, replay_exactly
+
+
+@dataclass(frozen=True)
+class ParameterGradient:
+    """One parameter's gradient in the step against the truth."""
+
+    name: str
+    error: float  # |got − truth| / |truth|
+    noise: float  # the same for PyTorch's own derivative in the step's precision: pure rounding
+    tolerance: float
+    cosine: float
+    size: float  # |truth|, with the loss scale taken out
+    verdict: str  # right, wrong, zero in truth, no gradient, not finite
+    pattern: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.verdict in ("right", "zero in truth")
+
+    def __str__(self) -> str:
+        if self.verdict == "zero in truth":
+            return f"{self.name}: zero in truth, what is there is rounding"
+        text = f"{self.name}: {self.verdict}, {self.error:.1e} off, {self.tolerance:.1e} allowed"
+        return f"{text}: {self.pattern}" if self.pattern else text
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """The gradients of one step against float64."""
+
+    loss: float
+    true_loss: float
+    parameters: tuple[ParameterGradient, ...]
+    culprits: tuple[Culprit, ...]
+    surrogates: tuple[
+        Audit, ...
+    ]  # backwards that differ from the derivative and look as if they were meant to
+    audits: tuple[Audit, ...]
+    cuts: tuple[Cut, ...]
+    accumulation: tuple[Accumulation, ...]
+    notes: tuple[str, ...]  # what could not be replayed as recorded; every conclusion above leans on it
+
+    @property
+    def right(self) -> bool:
+        """Every gradient that arrived is right; paths that are cut are told apart in `cuts`."""
+        return not self.culprits and all(p.right or p.verdict == "no gradient" for p in self.parameters)
+
+    @property
+    def worst(self) -> ParameterGradient | None:
+        judged = [p for p in self.parameters if p.verdict in ("right", "wrong", "not finite")]
+        return max(judged, key=lambda p: p.error, default=None)
+
+    @property
+    def error(self) -> float:
+        """|got − truth| / |truth| over all parameters together."""
+        judged = [p for p in self.parameters if p.verdict in ("right", "wrong", "not finite")]
+        size = math.sqrt(sum(p.size**2 for p in judged))
+        return math.sqrt(sum((p.error * p.size) ** 2 for p in judged)) / size if size > 0 else 0.0
+
+    def __str__(self) -> str:
+        worst = self.worst
+        if self.right and worst is not None:
+            head = (
+                f"the loss gradient is correct to {self.error:.0e}: "
+                f"{len(self.parameters)} parameters against float64, "
+                f"worst {worst.name}, {worst.error:.0e} off ({worst.tolerance:.0e} allowed)\n"
+                f"loss {self.loss:.8g}, in float64 {self.true_loss:.8g}"
+            )
+        elif self.right:
+            head = "no parameter received a gradient"
+        else:
+            wrong = [p for p in self.parameters if not p.right and p.verdict != "no gradient"]
+            head = (
+                "\n".join(map(str, self.culprits)) or "the gradient is wrong, and no single place explains it"
+            )
+            head += f"\n{len(wrong)} of {len(self.parameters)} parameters have a wrong gradient"
+            head += "".join(f"\n  {p}" for p in sorted(wrong, key=lambda p: -p.error)[:5])
+        parts = [head, *map(str, self.cuts), *map(str, self.accumulation)]
+        parts += [
+            f"not the derivative, perhaps on purpose: {a.call.cls.__name__}: {a.surrogate}"
+            for a in self.surrogates
+        ]
+        parts += [f"note: {note}" for note in self.notes]
+        return "\n".join(parts)
+
+
+def shadow(tape: Tape) -> Shadow:
+    """Loss and gradients of a taped step in float64, and where the step departs from them."""
+    scaled = _scaled_loss(tape)
+    real = _replay_real_step(tape, math.nan, scaled)  # fresh memory is NaN: whoever reads it is seen
+    never = find_never_written(tape) if real.exact.departs_at is not None or tape.never_written else None
+    if never is not None:
+        real = _replay_real_step(tape, 0.0, scaled)
+    truth = differentiate(tape, torch.float64)
+    own = differentiate(tape)
+    scale = _loss_scale(scaled, real.exact)
+    parameters = _judge_parameters(tape, real.gradients, truth, own, scale)
+    missing = [tape.slots[slot] for slot, p in parameters.items() if p.verdict == "no gradient"]
+    culprits = wrong_functions(tape, real.auditor.audits)
+    if never is not None:
+        culprits = [
+            culprit for culprit in culprits if culprit.what != never.what or culprit.module != never.module
+        ]
+        culprits.insert(
+            0, Culprit("memory never written", never.what, never.module, never.line, math.inf, never.text)
+        )
+    surrogates = [a for a in real.auditor.audits if a.surrogate]
+    if surrogates and not culprits:
+        parameters = {slot: _excused(p) for slot, p in parameters.items()}
+    elif not culprits and any(p.verdict == "wrong" for p in parameters.values()):
+        culprits += wrong_nodes(tape)
+    loss = float(real.exact.losses[0].double().sum()) / scale if real.exact.losses else math.nan
+    true_loss = float(truth.losses[0].double().sum()) / scale if truth.losses else math.nan
+    return Shadow(
+        loss,
+        true_loss,
+        tuple(parameters.values()),
+        tuple(culprits),
+        tuple(surrogates),
+        tuple(real.auditor.audits),
+        tuple(find_cuts(tape, missing)),
+        tuple(judge_accumulation(tape, real.gradients, real.final)),
+        tuple(_notes(tape, real.exact, truth, real.auditor.notes)),
+    )
+
+
+@dataclass
+class _RealStep:
+    """What the step itself computed, brought back by an exact replay."""
+
+    exact: Replay
+    auditor: Auditor
+    gradients: dict[int, dict[int, torch.Tensor]]  # backward call -> parameter -> what it brought
+    final: dict[int, torch.Tensor]  # parameter -> .grad as the optimizer saw it
+
+
+def _replay_real_step(tape: Tape, fresh: float, scaled: tuple[int, int] | None) -> _RealStep:
+    auditor = Auditor(tape)
+    looks = auditor.schedule()
+    gradients: dict[int, dict[int, torch.Tensor]] = {}
+    for call in tape.top_backwards:
+        if call.accumulates:
+            gradients[call.index] = {}
+            for at, parameter, gradient in real_contributions(tape, call):
+                looks.setdefault(at, []).append(collect(gradients[call.index], parameter, gradient))
+    final: dict[int, torch.Tensor] = {}
+    for parameter, (at, gradient) in tape.final_gradients.items():
+        looks.setdefault(at, []).append(collect(final, parameter, gradient))
+    exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh)
+    return _RealStep(exact, auditor, gradients, final)
+
+
+def _scaled_loss(tape: Tape) -> tuple[int, int] | None:
+    """(scaled, unscaled) slots of the loss, when a GradScaler scaled it."""
+    for slot in tape.loss_slots:
+        made_by = tape.slots[slot].made_by
+        if made_by is not None and made_by in tape.scaled:
+            return slot, tape.operations[made_by].reads[0]
+    return None
+
+
+def _loss_scale(scaled: tuple[int, int] | None, exact: Replay) -> float:
+    """What a GradScaler multiplied the loss with."""
+    if scaled is None or not all(slot in exact.values for slot in scaled):
+        return 1.0
+    ratio = float(exact.values[scaled[0]].double().sum() / exact.values[scaled[1]].double().sum())
+    return ratio if math.isfinite(ratio) and ratio > 0 else 1.0
+
+
+def _judge_parameters(
+    tape: Tape, real: dict, truth: Replay, own: Replay, scale: float
+) -> dict[int, ParameterGradient]:
+    depth = math.sqrt(max(1, sum(op.in_backward is None for op in tape.operations)))
+    eps = _coarsest(tape)
+    judged: dict[int, ParameterGradient] = {}
+    slots = [
+        s
+        for s in tape.parameters
+        if any(s.index in calls for calls in (*truth.per_call.values(), *real.values()))
+    ]
+    slots += [s for s in tape.parameters if s not in slots and _wants_gradient(tape, s)]
+    for slot in slots:
+        got = _total(real, slot.index)
+        right, mine = truth.gradients.get(slot.index), own.gradients.get(slot.index)
+        judged[slot.index] = _judge_one(slot, got, right, mine, eps * depth, scale)
+    return judged
+
+
+def _judge_one(
+    slot: Slot,
+    got: torch.Tensor | None,
+    right: torch.Tensor | None,
+    mine: torch.Tensor | None,
+    eps: float,
+    scale: float,
+) -> ParameterGradient:
+    if got is None:
+        size = 0.0 if right is None else float(torch.linalg.vector_norm(right))
+        verdict = "no gradient" if size == 0 else "wrong"
+        return ParameterGradient(
+            slot.name, 1.0, 0.0, 0.0, 0.0, size / scale, verdict, "" if size == 0 else "no gradient arrives"
+        )
+    if right is None:
+        right = torch.zeros_like(got)
+    right = wide(right)
+    size = float(torch.linalg.vector_norm(right))
+    noise = float(torch.linalg.vector_norm((right if mine is None else wide(mine)) - right))
+    # relative error allowed: eight times the measured rounding, at least what the depth of the step explains
+    floor = max(8 * noise, eps * size, 1e-5 * size)
+    distance = float(torch.linalg.vector_norm(wide(got) - right))
+    error, tolerance = (distance / size, floor / size) if size > 0 else (distance, floor)
+    if not math.isfinite(distance):
+        verdict = "not finite"
+    elif distance <= floor:
+        verdict = "zero in truth" if size <= 4 * noise or size == 0 else "right"
+    else:
+        verdict = "wrong"
+    pattern = describe_difference(got, right, tolerance) if verdict == "wrong" else ""
+    relative_noise = noise / size if size > 0 else noise
+    angle = cosine(got, right) if size > 0 and math.isfinite(distance) else 0.0
+    return ParameterGradient(
+        slot.name, error, relative_noise, tolerance, angle, size / scale, verdict, pattern
+    )
+
+
+def _excused(parameter: ParameterGradient) -> ParameterGradient:
+    """With a straight-through estimator on the way, the derivative is not what the step was meant to
+    follow."""
+    if parameter.verdict != "wrong":
+        return parameter
+    values = {**parameter.__dict__, "verdict": "right", "pattern": "a surrogate gradient, not the derivative"}
+    return ParameterGradient(**{**values, "tolerance": max(parameter.tolerance, parameter.error)})
+
+
+def _total(real: dict[int, dict[int, torch.Tensor]], slot: int) -> torch.Tensor | None:
+    parts = [call[slot] for call in real.values() if slot in call]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _wants_gradient(tape: Tape, slot: Slot) -> bool:
+    return any(
+        ref.slot == slot.index and ref.tracked
+        for operation in tape.operations
+        if operation.in_backward is None
+        for ref in references((operation.args, operation.kwargs))
+    )
+
+
+def _coarsest(tape: Tape) -> float:
+    floats = {slot.dtype for slot in tape.slots if slot.dtype.is_floating_point and slot.dtype.itemsize >= 2}
+    return max((torch.finfo(dtype).eps for dtype in floats), default=torch.finfo(torch.float32).eps)
+
+
+def _notes(tape: Tape, exact: Replay, truth: Replay, others: list[str]) -> list[str]:
+    notes = [tape.broken] if tape.broken else []
+    if exact.departs_at is not None:
+        operation = tape.operations[exact.departs_at]
+        notes.append(
+            f"{operation.name} made something else when replayed ({tape.place(operation)}): "
+            "what follows it is approximate"
+        )
+    seen: set[str] = set()
+    for index, text in truth.notes.items():
+        if text not in seen and index < len(tape.operations):
+            seen.add(text)
+            notes.append(f"{text} ({tape.place(tape.operations[index])})")
+    return notes[:8] + others

@@ -1,0 +1,207 @@
+"""Follows non-finite values through an exact replay: which operation made them, and what they reached.
+
+−inf that was put there on purpose (a mask, a constant) is not a fault until it makes a NaN; fresh memory is
+not one until
+somebody reads what was never written. Whether a value counts is decided by what it reaches: the loss, a
+gradient, a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradproof.tape.execute import CannotReplay
+from gradproof.tape.operations import Operation, Ref, Tape
+from gradproof.tape.operators import FRESH
+from gradproof.tape.replay import Player, real_contributions, replay_exactly
+
+SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
+
+
+@dataclass(slots=True)
+class Bad:
+    """A non-finite result: born here, passed on, put there on purpose, or in fresh memory."""
+
+    operation: int  # −1 − slot for a leaf
+    slot: int
+    kind: str  # born, passed, meant, fresh
+    parents: tuple[Bad, ...] = ()
+    nan: bool = False
+
+
+@dataclass
+class Trace:
+    """All non-finite values of a step, by the slot and time at which they appeared."""
+
+    tape: Tape
+    by_slot: dict[int, Bad] = field(default_factory=dict)
+    by_storage: dict[int, Bad] = field(default_factory=dict)
+    loss: list[Bad] = field(default_factory=list)
+    gradients: list[tuple[str, Bad]] = field(default_factory=list)
+    parameters: list[tuple[str, Bad]] = field(default_factory=list)
+    before_write: dict[int, tuple[bool, Bad | None]] = field(default_factory=dict)
+
+    def look_before(self, player: Player, operation: Operation) -> None:
+        self.before_write = {}
+        for slot in operation.writes:
+            try:
+                if slot in player.env or self.tape.slots[slot].made_by is None:
+                    self.before_write[slot] = (_is_bad(player.value(slot)), self.find(slot, player))
+            except CannotReplay:
+                continue
+
+    def look_after(self, player: Player, operation: Operation) -> None:
+        made = list(dict.fromkeys((*operation.makes, *operation.writes)))
+        for slot in made:
+            value = player.env.get(slot)
+            if value is None or not _is_bad(value):
+                self.by_slot.pop(slot, None)
+                continue
+            self.note(player, operation, slot, value)
+
+    def note(self, player: Player, operation: Operation, slot: int, value: torch.Tensor) -> None:
+        nan = bool(torch.isnan(value).any())
+        parents = self.parents(player, operation, slot)
+        wrong = tuple(p for p in parents if p.kind != "meant")
+        if operation.name in FRESH:
+            kind, parents = "fresh", ()
+        elif wrong and not (nan and operation.name in SOFTMAXES and not any(p.nan for p in wrong)):
+            kind, parents = "passed", wrong
+        elif nan or not (parents or _has_infinite_constant((operation.args, operation.kwargs))):
+            kind, parents = "born", ()
+        else:
+            kind = "meant"
+        bad = Bad(operation.index, slot, kind, parents, nan)
+        self.by_slot[slot] = bad
+        self.by_storage[self.tape.slots[slot].storage] = bad
+
+    def parents(self, player: Player, operation: Operation, slot: int) -> tuple[Bad, ...]:
+        """Where the non-finite arguments of an operation came from; of a list operator, only the same place
+        in the list."""
+        found = []
+        for read in _reads_for(operation, slot):
+            if read in self.before_write:
+                bad, origin = self.before_write[read]
+                if bad and origin is not None:
+                    found.append(origin)
+                continue
+            try:
+                value = player.value(read)
+            except CannotReplay:
+                continue
+            if _is_bad(value):
+                origin = self.find(read, player)
+                if origin is not None:
+                    found.append(origin)
+        return tuple(found)
+
+    def find(self, slot: int, player: Player) -> Bad | None:
+        """What made a slot non-finite; a leaf may have been so before the step."""
+        if slot in self.by_slot:
+            return self.by_slot[slot]
+        storage = self.tape.slots[slot].storage
+        if storage in self.by_storage:
+            return self.by_storage[storage]
+        if self.tape.slots[slot].made_by is None:
+            value = player.value(slot)
+            if _is_bad(value):
+                meant = not bool(torch.isnan(value).any()) and float(value.max()) < math.inf
+                bad = Bad(-1 - slot, slot, "meant" if meant else "born", (), not meant)
+                self.by_slot[slot] = bad
+                return bad
+        return None
+
+    def target(self, player: Player, slot: int) -> Bad | None:
+        try:
+            bad = _is_bad(player.value(slot))
+        except CannotReplay:
+            return None
+        found = self.find(slot, player) if bad else None
+        return found if found is not None and found.kind != "meant" else None
+
+
+def follow(tape: Tape, fresh: float) -> Trace:
+    """One exact replay that watches every result for NaN and infinity."""
+    trace = Trace(tape)
+    looks: dict[int, list] = {}
+
+    def loss_look(slot: int):
+        return lambda player: trace.loss.extend(filter(None, [trace.target(player, slot)]))
+
+    def named_look(into: list, name: str, slot: int):
+        return lambda player: into.extend((name, bad) for bad in filter(None, [trace.target(player, slot)]))
+
+    for call in tape.top_backwards:
+        for slot in call.roots if call.accumulates else ():
+            looks.setdefault(call.first, []).append(loss_look(slot))
+        for at, parameter, gradient in real_contributions(tape, call):
+            if tape.slots[parameter].kind == "parameter":
+                looks.setdefault(at, []).append(
+                    named_look(trace.gradients, tape.slots[parameter].name, gradient)
+                )
+    end = len(tape.operations)
+    for slot in tape.stepped:
+        looks.setdefault(end, []).append(named_look(trace.parameters, tape.slots[slot].name, slot))
+    keep = {slot.index for slot in tape.parameters}
+    replay_exactly(tape, fresh=fresh, at=looks, before=trace.look_before, after=trace.look_after, keep=keep)
+    return trace
+
+
+def origins(targets: list[Bad]) -> dict[int, tuple[Bad, list[Bad]]]:
+    """The births behind some bad values, by operation, each with its chain from birth to target."""
+    found: dict[int, tuple[Bad, list[Bad]]] = {}
+    seen: set[int] = set()
+    waiting = [(target, [target]) for target in targets]
+    while waiting:
+        bad, chain = waiting.pop()
+        if id(bad) in seen:
+            continue
+        seen.add(id(bad))
+        if not bad.parents:
+            found.setdefault(bad.operation, (bad, chain[::-1]))
+        for parent in bad.parents:
+            waiting.append((parent, [*chain, parent]))
+    return found
+
+
+def _is_bad(value: torch.Tensor) -> bool:
+    if (
+        not (value.is_floating_point() or value.is_complex())
+        or value.numel() == 0
+        or value.layout != torch.strided
+    ):
+        return False
+    if value.element_size() == 1:
+        value = value.float()
+    total = value.sum(dtype=torch.float64 if value.is_floating_point() else None)
+    return not bool(torch.isfinite(total)) and not bool(torch.isfinite(value).all())
+
+
+def _has_infinite_constant(tree: Any) -> bool:
+    if isinstance(tree, float):
+        return not math.isfinite(tree)
+    if isinstance(tree, Ref):
+        return False
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return any(_has_infinite_constant(part) for part in tree) if isinstance(tree, (tuple, list)) else False
+
+
+def _reads_for(operation: Operation, slot: int) -> list[int]:
+    if not operation.name.startswith(("_foreach", "_fused", "_amp_foreach")):
+        return operation.reads
+    made = [ref.slot for ref in operation.results or () if isinstance(ref, Ref)] if operation.results else []
+    place = next((group.index(slot) for group in (made, list(operation.writes)) if slot in group), None)
+    reads: list[int] = []
+    for arg in (*operation.args, *operation.kwargs.values()):
+        if isinstance(arg, Ref):
+            reads.append(arg.slot)
+        elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Ref):
+            size = len(operation.writes) or len(made)
+            place_in = place % len(arg) if place is not None and size % len(arg) == 0 else None
+            reads += [ref.slot for i, ref in enumerate(arg) if place_in is None or i == place_in]
+    return reads

@@ -1,0 +1,74 @@
+"""Which steps are measured: sentences are understood or refused, and a budget is kept."""
+
+import pytest
+
+from gradproof.errors import UserError
+from gradproof.probes.schedule import (
+    BARE,
+    EVERYTHING,
+    LIGHT,
+    PARAMETERS,
+    Moment,
+    Purse,
+    Rule,
+    parse_budget,
+    parse_schedule,
+)
+
+
+def depth_at(text, **moment):
+    return max((rule.depth for rule in parse_schedule(text) if rule.applies(Moment(**moment))), default=None)
+
+
+def test_every_tenth_step():
+    assert parse_schedule("every 10th step") == (Rule(EVERYTHING, every=10),)
+    assert depth_at("parameters every 10 steps", step=20) == PARAMETERS
+    assert depth_at("parameters every 10 steps", step=21) is None
+
+
+def test_first_batch_of_some_epochs_on_one_rank():
+    text = "first batch of epochs 1-5 and 8, rank 0"
+    assert depth_at(text, step=900, epoch=8, batch=0, rank=0) == EVERYTHING
+    for moment in ({"epoch": 6}, {"epoch": 8, "batch": 1}, {"epoch": 8, "rank": 1}):
+        assert depth_at(text, step=900, **moment) is None
+
+
+def test_from_the_first_nonfinite_value_on():
+    text = "light every step; all, from the first non-finite value on"
+    assert depth_at(text, step=5) == LIGHT
+    assert depth_at(text, step=5, steps_since_nonfinite=0) == EVERYTHING
+
+
+def test_ranges_and_lists_of_steps():
+    text = "all steps 0-2, 7 and 100-101"
+    assert [s for s in range(200) if depth_at(text, step=s)] == [0, 1, 2, 7, 100, 101]
+
+
+@pytest.mark.parametrize("text", ["sometimes", "every banana", "all steps", "every 10th step maybe"])
+def test_what_cannot_be_read_is_refused_with_examples(text):
+    with pytest.raises(UserError, match="every 10th step"):
+        parse_schedule(text)
+
+
+def test_budgets():
+    assert parse_budget("2%") == parse_budget("0.02") == 0.02
+    for text in ("two", "-1%", "200%"):
+        with pytest.raises(UserError, match="share of the wall time"):
+            parse_budget(text)
+
+
+@pytest.mark.parametrize("step_seconds", [0.0005, 0.005, 0.2])
+def test_a_purse_keeps_its_budget(step_seconds):
+    purse, elapsed, prices = Purse(0.02), 0.0, (0.00001, 0.0003, 0.004, 0.008, 0.02)
+    depths = []
+    while elapsed < 60:
+        depth = purse.choose(len(depths), elapsed)
+        purse.pay(depth, prices[depth])
+        depths.append(depth)
+        elapsed += step_seconds + prices[depth]
+    unavoidable = 0.00001 * len(depths) + 3 * 0.02
+    assert purse.spent <= 0.02 * elapsed + Purse.GRACE + unavoidable + 0.02
+    assert depths[:3] == [EVERYTHING] * 3
+    assert EVERYTHING in depths[len(depths) // 2 :]  # deep looks go on for ever
+    if step_seconds == 0.2:
+        assert BARE not in depths

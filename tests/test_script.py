@@ -1,0 +1,222 @@
+"""`gradproof run`: any script, exactly as Python would run it, and one clear sentence when it cannot be."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradproof.record.run import open_run
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+TRAIN = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(STEPS):
+    x = torch.randn(8, 4)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def python(*arguments, cwd, **options):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, **options
+    )
+
+
+def gradproof(*arguments, cwd, **options):
+    return python("-m", "gradproof", *arguments, cwd=cwd, **options)
+
+
+def script(path, text, steps=5):
+    path.write_text(text.replace("STEPS", str(steps)))
+    return path.name
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_output_of_a_script_is_bit_identical(example, tmp_path):
+    tail = "\nfor name, value in model.state_dict().items():\n    print(name, value.double().sum().item())"
+    name = script(tmp_path / "train.py", example.read_text() + tail + "\nprint(torch.rand(3))")
+    plain, watched = python(name, cwd=tmp_path), gradproof("run", "--out", "run", name, cwd=tmp_path)
+    assert plain.returncode == watched.returncode == 0, watched.stderr
+    assert plain.stdout == watched.stdout
+
+
+def test_argv_cwd_main_and_imports_are_as_in_python(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "helper.py").write_text("VALUE = 7\n")
+    text = (
+        "import sys, os, pickle, inspect, helper\nclass A: pass\n"
+        "assert isinstance(pickle.loads(pickle.dumps(A())), A)\n"
+        "def f(): return 1\nassert 'return 1' in inspect.getsource(f)\n"
+        "print(__name__, sys.argv, os.getcwd(), __file__, helper.VALUE, sys.path[0])\n"
+    )
+    (tmp_path / "sub" / "train.py").write_text(text + TRAIN.replace("STEPS", "2"))
+    arguments = ["sub/train.py", "--lr", "3e-4", "--", "-m", "x", "--out", "y", "--json"]
+    plain, watched = python(*arguments, cwd=tmp_path), gradproof("run", *arguments, cwd=tmp_path)
+    assert plain.stdout and plain.stdout == watched.stdout, watched.stderr
+
+
+def test_modules_run_with_m(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "part.py").write_text("COUNT = 3\n")
+    script(
+        tmp_path / "package" / "train.py",
+        "import sys\nfrom .part import COUNT as N\nprint(__name__, __package__, N, sys.argv[1:])\n" + TRAIN,
+    )
+    plain = python("-m", "package.train", "--a", "-b", cwd=tmp_path)
+    watched = gradproof("run", "--out", "run", "-m", "package.train", "--a", "-b", cwd=tmp_path)
+    assert plain.stdout and plain.stdout == watched.stdout, watched.stderr
+    assert len(open_run(tmp_path / "run")) == 5
+
+
+@pytest.mark.parametrize(
+    "end, code, word",
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("raise SystemExit('no disk')", 1, "no disk"),
+        ("raise ValueError('odd')", 1, "ValueError: odd"),
+    ],
+)
+def test_exit_codes_and_exceptions_pass_through(end, code, word, tmp_path):
+    name = script(tmp_path / "train.py", TRAIN + end)
+    plain, watched = python(name, cwd=tmp_path), gradproof("run", "--out", "run", name, cwd=tmp_path)
+    assert plain.returncode == watched.returncode == code
+    assert word in watched.stderr
+    if "Traceback" in plain.stderr:
+        trace = plain.stderr[plain.stderr.index("Traceback") :].strip()
+        assert re.sub(r'File ".*?train.py"', "", trace) in re.sub(r'File ".*?train.py"', "", watched.stderr)
+    assert "gradproof/" not in watched.stderr.replace(str(ROOT), "")
+    assert len(open_run(tmp_path / "run")) == 5
+
+
+def test_ctrl_c_passes_through_and_still_yields_the_report(tmp_path):
+    name = script(tmp_path / "train.py", TRAIN + "print('ready', flush=True)\nimport time\ntime.sleep(60)")
+    command = [sys.executable, "-m", "gradproof", "run", "--out", "run", "--json", "d.json", name]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors and "5 steps" in errors
+    assert json.loads((tmp_path / "d.json").read_text())["steps"] == 5
+
+
+def test_killed_runs_can_be_diagnosed(tmp_path):
+    name = script(tmp_path / "train.py", TRAIN.replace("STEPS", "10**9"))
+    command = [sys.executable, "-m", "gradproof", "run", "--out", "run", name]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        deadline = time.time() + 60
+        steps = tmp_path / "run" / "steps.csv"
+        while time.time() < deadline and not (steps.exists() and steps.stat().st_size > 5000):
+            time.sleep(0.05)
+        process.kill()
+    run = open_run(tmp_path / "run")
+    assert len(run) > 30
+    answer = gradproof("diagnose", "run", cwd=tmp_path)
+    assert answer.returncode == 0 and f"{len(run)} steps" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "name, text, sentence",
+    [
+        ("missing.py", None, "there is no script missing.py"),
+        ("train.py", "def (:\n", "train.py is not valid Python"),
+        ("train.py", "\0\1", "Python"),
+        ("train.py", "print('hello')", "without training: backward was never called"),
+        ("train.py", "import nowhere_to_be_found", "raised ModuleNotFoundError without training"),
+        (
+            "train.py",
+            "import torch\nw = torch.ones(2, requires_grad=True)\n"
+            "for _ in range(3):\n    w.square().sum().backward()\n    w.data -= 0.1 * w.grad",
+            "no torch optimizer took a step",
+        ),
+    ],
+)
+def test_scripts_that_cannot_be_watched_get_one_sentence(name, text, sentence, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    answer = gradproof("run", "--out", "run", name, cwd=tmp_path)
+    assert answer.returncode != 0 and sentence in answer.stderr
+    assert "gradproof/" not in answer.stderr.replace(str(ROOT), "")  # no traceback of ours
+    ours = [line for line in answer.stderr.splitlines() if line.startswith("gradproof:")]
+    assert len(ours) == 1
+
+
+def test_no_script_and_bad_options_are_explained(tmp_path):
+    assert "which script?" in gradproof("run", cwd=tmp_path).stderr
+    name = script(tmp_path / "train.py", TRAIN)
+    assert "every 10th step" in gradproof("run", "--schedule", "now and then", name, cwd=tmp_path).stderr
+    assert "share of the wall time" in gradproof("run", "--budget", "lots", name, cwd=tmp_path).stderr
+
+
+def test_json_and_exit_codes_for_ci(tmp_path):
+    broken = TRAIN.replace("optimizer.zero_grad(); ", "")
+    name = script(tmp_path / "train.py", broken, steps=20)
+    answer = gradproof("run", "--out", "run", "--json", "d.json", "--quiet", name, cwd=tmp_path)
+    assert answer.returncode == 0 and answer.stdout == ""
+    data = json.loads((tmp_path / "d.json").read_text())
+    first = data["causes"][0]
+    assert set(first) >= {"family", "id", "level", "confidence", "where", "step", "evidence", "fix"}
+    assert (first["family"], first["level"], first["confidence"]) == ("zero-grad-error", "problem", "proven")
+    assert {"symptoms", "excluded"} <= set(data)
+    printed = gradproof("diagnose", "run", "--json", cwd=tmp_path)
+    assert json.loads(printed.stdout)["causes"] == data["causes"]
+    assert gradproof("diagnose", "run", "--fail-on", "problem", cwd=tmp_path).returncode == 1
+    script(tmp_path / "well.py", TRAIN, steps=20)
+    gradproof("run", "--out", "well", "well.py", cwd=tmp_path)
+    assert gradproof("diagnose", "well", "--fail-on", "warning", cwd=tmp_path).returncode == 0
+
+
+def test_diagnose_needs_no_torch(tmp_path):
+    name = script(tmp_path / "train.py", TRAIN)
+    gradproof("run", "--out", "run", name, cwd=tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None\nfrom gradproof.cli import main\n"
+        "raise SystemExit(main(['diagnose', 'run']))"
+    )
+    answer = python("-c", code, cwd=tmp_path)
+    assert answer.returncode == 0 and "5 steps" in answer.stdout, answer.stderr
+
+
+def test_gradproof_can_be_switched_off(tmp_path):
+    name = script(tmp_path / "train.py", TRAIN)
+    answer = gradproof("run", "--out", "run", name, cwd=tmp_path, env={**os.environ, "GRADPROOF": "0"})
+    assert answer.returncode == 0 and not (tmp_path / "run").exists()
+
+
+def test_an_unwritable_run_directory_does_not_stop_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    name = script(tmp_path / "train.py", TRAIN + "print('done')")
+    answer = gradproof("run", "--out", "file/run", name, cwd=tmp_path)
+    assert answer.returncode == 0 and answer.stdout == "done\n"
+    assert answer.stderr.count("training goes on") == 1 and "Traceback" not in answer.stderr
+
+
+@pytest.mark.slow
+def test_every_rank_of_torchrun_is_watched(tmp_path):
+    text = TRAIN.replace("torch.manual_seed(0)", "import os; torch.manual_seed(int(os.environ['RANK']))")
+    name = script(tmp_path / "train.py", text)
+    answer = python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "gradproof", "run", "--out", "run", name),
+        cwd=tmp_path,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.count("watching took") == 1  # rank 0 reports
+    runs = [open_run(tmp_path / path) for path in ("run", "run.rank1")]
+    assert [run.info["rank"] for run in runs] == [0, 1] and all(len(run) == 5 for run in runs)
+    assert runs[0].steps["loss"].tolist() != runs[1].steps["loss"].tolist()

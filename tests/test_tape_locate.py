@@ -1,0 +1,124 @@
+"""Planted origins of NaN and Inf: each must be named by operator, module and line; healthy infinities must
+be silent."""
+
+import math
+
+import pytest
+import tape_nans
+import torch
+from torch import nn
+
+from gradproof.tape.locate import find_first_bad_operation
+from gradproof.tape.record import record
+
+
+def names_of(model):
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def taped(model, batch):
+    with record(names_of(model)) as tape:
+        loss = model(*batch)
+        loss.backward()
+    assert not tape.broken
+    return tape, float(loss.detach())
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("origin", tape_nans.FORWARD + tape_nans.BACKWARD, ids=lambda c: c.__name__)
+def test_first_bad_operation_is_named_by_operator_module_and_line(origin):
+    model, batch = tape_nans.build(origin)
+    tape, loss = taped(model, batch)
+    unwritten = origin in (tape_nans.UnfilledMemory, tape_nans.UnfilledCache)
+    if origin in tape_nans.BACKWARD:
+        assert math.isfinite(loss), "planted for the backward"
+    elif not unwritten:
+        assert not math.isfinite(loss)
+    bad = find_first_bad_operation(tape)
+    file, line = tape_nans.marked_line(origin)
+    assert (bad.operator, bad.module, bad.line.file, bad.line.number) == (
+        tape_nans.OPERATORS[origin], "bad", file, line,
+    )  # fmt: skip
+    assert bad.phase == ("backward" if origin in tape_nans.BACKWARD else "forward")
+    assert bad.reaches == ("the loss" if origin in tape_nans.FORWARD else bad.reaches)
+    assert bad.reaches != "the loss" or origin in tape_nans.FORWARD
+    assert bad.kind == ("memory never written" if unwritten else "operation")
+    assert str(line) in str(bad)
+
+
+ONE_ROW = [
+    tape_nans.LogZero, tape_nans.ZeroOverZero, tape_nans.HalfOverflow, tape_nans.AllMasked, tape_nans.TinyRms,
+    tape_nans.RootAtZero, tape_nans.NormAtZero, tape_nans.HandWritten,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", ONE_ROW, ids=lambda c: c.__name__)
+def test_bad_value_is_followed_to_its_batch_row(origin):
+    tape, _ = taped(*tape_nans.build(origin))
+    assert f"batch row {tape_nans.BAD_ROW}" in find_first_bad_operation(tape).rows
+
+
+def test_bad_row_in_the_data():
+    tape, _ = taped(*tape_nans.build(nn.Identity, bad_row=True))
+    bad = find_first_bad_operation(tape)
+    assert (bad.kind, bad.where, bad.count) == ("data", (tape_nans.BAD_ROW, 1, 3), 1)
+    assert f"row {tape_nans.BAD_ROW}" in bad.rows
+
+
+def test_parameter_that_was_bad_before_the_step():
+    model, batch = tape_nans.build(nn.Identity)
+    with torch.no_grad():
+        model.after.qkv.weight[3, 2] = math.inf
+    tape, _ = taped(model, batch)
+    bad = find_first_bad_operation(tape)
+    assert (bad.kind, bad.where) == ("parameter", (3, 2))
+    assert "after.qkv.weight" in bad.why
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adam_without_epsilon_is_found_in_the_optimizer_step(foreach):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0, foreach=foreach)
+    x = torch.randn(5, 3)
+    x[:, 1] = 0.0  # a feature that is always zero: its weights have no gradient
+    with record(names_of(model)) as tape:
+        model(x).square().mean().backward()
+        optimizer.step()
+    bad = find_first_bad_operation(tape)
+    assert bad.phase == "optimizer"
+    assert "div" in bad.operator
+    assert bad.module == "0.weight"
+    assert bad.line.file == __file__
+    assert "after the optimizer's step" in bad.reaches
+
+
+@pytest.mark.parametrize("healthy", tape_nans.HEALTHY, ids=lambda c: c.__name__)
+def test_harmless_infinities_are_silent(healthy):
+    tape, loss = taped(*tape_nans.build(healthy))
+    assert math.isfinite(loss)
+    assert find_first_bad_operation(tape) is None
+
+
+def test_token_behind_a_bad_value_is_named():
+    torch.manual_seed(0)
+    tok = nn.Embedding(7, 4)
+    with torch.no_grad():
+        tok.weight[5] = 300.0
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with record(names_of(tok)) as tape:
+        tok(ids).exp().mean().backward()
+    bad = find_first_bad_operation(tape)
+    assert bad.operator == "exp"
+    assert "batch row 1" in bad.rows and "positions 1" in bad.rows and "token 5" in bad.rows
+
+
+def test_scaled_overflow_says_that_the_step_is_skipped():
+    model = nn.Linear(4, 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with record(names_of(model)) as tape:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.randn(3, 4)).square().sum()
+        scaler.scale(loss).backward()
+    bad = find_first_bad_operation(tape)
+    assert bad.scaled and bad.phase == "backward"
