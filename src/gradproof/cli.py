@@ -405,7 +405,8 @@ def watched_training(learner, job, out):
     from gradproof.lm.learner import ExplicitLearner
 
     if not isinstance(learner, ExplicitLearner):  # hooks see everything
-        with gradproof.watch(learner.module, learner.optimizer, out=out) as monitor:
+        watched = learner.model if job.compile else learner.module  # a compiled model has to be seen as one
+        with gradproof.watch(watched, learner.optimizer, out=out) as monitor:
             yield monitor.path, lambda moment, value: None, lambda step: None
         return
     model, optimizer = learner.model, learner.optimizer

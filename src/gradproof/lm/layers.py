@@ -14,7 +14,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from gradproof.kernels.cross_entropy import check_targets, losses_and_gradient, reduce_losses, scale_of_loss
+from gradproof.kernels.cross_entropy import backend_of, check_targets, reduce_losses, scale_of_loss
 from gradproof.kernels.loss_options import LossOptions
 
 NORM_EPS = 1e-5
@@ -202,7 +202,7 @@ def cross_entropy_forward(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean loss over all rows; its gradient is computed with it and left in place of the logits."""
     check_targets(targets, None, LOSS.ignore_index, logits.shape[1])
     scale = scale_of_loss(targets, None, None, LOSS)
-    losses, _ = losses_and_gradient(logits, targets, None, None, LOSS, scale, logits)
+    losses, _ = backend_of(logits).losses_and_gradient(logits, targets, None, None, LOSS, scale, logits)
     return reduce_losses(losses, scale, LOSS.reduction)
 
 
