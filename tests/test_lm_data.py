@@ -104,6 +104,15 @@ def test_missing_and_too_short_data(tmp_path):
         open_token_files(tmp_path, context=64)
 
 
+def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
+    write_token_files(tmp_path, [TEXTS[2]], train_tokenizer("byte", [], 0))
+    tokens = np.fromfile(tmp_path / "train.bin", dtype=np.uint16)
+    tokens[7] = 300
+    tokens.tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="token 300 at 7, beyond the tokenizer's vocabulary of 257"):
+        open_token_files(tmp_path, context=4)
+
+
 def test_a_folder_is_read_in_order_without_its_pictures(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")

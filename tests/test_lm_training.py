@@ -211,6 +211,8 @@ def test_a_run_is_neither_overwritten_nor_changed_by_resuming(text, tmp_path, ca
     assert "has done 3 steps already" in capsys.readouterr().err
     assert cli.main(["train", "--resume", run]) == 0  # nothing left to do
     assert final_bytes(tmp_path / "run") == before
+    assert cli.main(["train", "--resume", run, "--steps", "4"]) == 0
+    assert read_job(tmp_path / "run").steps == 4
 
 
 SHAPES = {"a": (2, 3), "b": (4,)}

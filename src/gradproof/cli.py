@@ -432,7 +432,7 @@ def report_training(record, run, log, ended_by: int | None) -> None:
     from gradproof.report.text import render_text, wants_color
 
     log.end()
-    print(f"\n{render_text(diagnose_run(record), wants_color())}", end="")
+    print(f"\n{render_text(diagnose_run(record), wants_color(sys.stdout))}", end="")
     if ended_by:
         print(f"ended by signal {ended_by} and saved; go on with: gradproof train --resume {run}")
     else:

@@ -8,7 +8,6 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -115,6 +114,11 @@ def open_token_files(folder: Path, context: int) -> TokenData:
                 f"the {name} data are too short: {len(tokens)} tokens, and a context of {context} needs "
                 f"{context + 1}; give more text or a smaller --context"
             )
+        if int(tokens.max()) >= tokenizer.vocabulary:
+            raise UserError(
+                f"{path} has token {tokens.max()} at {tokens.argmax()}, beyond the tokenizer's vocabulary of "
+                f"{tokenizer.vocabulary}: the two do not belong together"
+            )
         parts[name] = tokens
     return TokenData(parts["train"], parts["validation"], tokenizer)
 
@@ -137,15 +141,8 @@ def training_batch(
 def validation_batches(
     tokens: np.ndarray, size: int, context: int, count: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The same evenly spread windows every time, at most count × size of them."""
+    """The same evenly spread windows every time, at most count × size of them, in batches of one size."""
     many = min(count * size, max(1, (len(tokens) - 1) // context))
+    many = many // size * size or many
     starts = np.linspace(0, len(tokens) - context - 1, many).astype(np.int64)
     return [windows(tokens, starts[i : i + size], context) for i in range(0, many, size)]
-
-
-def describe(data: TokenData) -> dict[str, Any]:
-    return {
-        "train": len(data.train),
-        "validation": len(data.validation),
-        "vocabulary": data.tokenizer.vocabulary,
-    }

@@ -108,6 +108,10 @@ def start_run(run: Path, job: Job) -> None:
     tokenizer = train_tokenizer(job.tokenizer, documents, job.vocabulary)
     write_token_files(run / "data", documents, tokenizer)
     open_token_files(run / "data", job.context)  # raises here, before anything is called a run
+    write_job(run, job)
+
+
+def write_job(run: Path, job: Job) -> None:
     write_atomically(run / "job.json", json.dumps(asdict(job), indent=1).encode())
 
 
@@ -218,6 +222,8 @@ def train(
     both with the gradient's norm before the clip.
     """
     done, best = resume(run, learner, job)
+    if ranks.rank == 0:
+        write_job(run, job)  # a resume may have changed it
     rate = learning_rate(job.schedule, job.lr, job.warmup, job.steps)
     batch_of = batches_of_rank(job, data, ranks)
     validation = validation_batches(data.validation, job.batch, job.context, job.evaluate_batches)
