@@ -32,7 +32,7 @@ from gradproof.probes.watch import open_session
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HANDLERS = (
     *("zero_grad", "scaled", "backward_begins", "backward_ends", "unscaled", "clipped"),
-    *("before_update", "after_update", "skipped", "scheduler_stepped"),
+    *("optimizer_begins", "before_update", "after_update", "skipped", "scheduler_stepped"),
 )
 SETTLED = 3  # steps after which nothing new is compiled, allocated or described
 STEPS = 5  # of a timed block

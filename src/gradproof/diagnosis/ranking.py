@@ -32,7 +32,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     if not isinstance(run, Run):
         run = open_run(run)
     symptoms = [symptom for find in SYMPTOMS for symptom in find(run)]
-    troubled = any(symptom.name in TROUBLE for symptom in symptoms)
+    troubled = any(symptom.name in TROUBLE and symptom.level != "note" for symptom in symptoms)
     verdicts = last_verdicts(run)
     found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
     excluded = {

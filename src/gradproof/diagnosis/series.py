@@ -68,7 +68,7 @@ def trend(values: np.ndarray) -> Trend | None:
     # noise: how far points lie from their neighbours, not from the trend
     spread = float(np.median(np.abs(np.diff(values)))) if len(values) > 2 else 0.0
     return Trend(
-        float(values[:2].min()), first, last, float(smooth.min()), spread / np.sqrt(window), len(values)
+        float(np.median(values[:3])), first, last, float(smooth.min()), spread / np.sqrt(window), len(values)
     )
 
 

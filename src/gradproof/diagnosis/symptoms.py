@@ -140,13 +140,14 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
     """A loss that falls, but by so little that nobody would call it training."""
     for track in tracks(run):
         found = trend(track.loss)
-        if found is None or found.points < 50 or not found.fell or found.first <= 0:
+        if found is None or found.points < 50 or not found.fell or found.start <= 0:
             continue
-        share = (found.first - found.last) / found.first
+        start = min(found.start, found.first)
+        share = (start - found.last) / start
         if share < 0.05 and not at_optimum(track):
-            numbers = f"{found.first:.4g} to {found.last:.4g}"
+            numbers = f"{start:.4g} to {found.last:.4g}"
             text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
-            yield _of(track, "loss_hardly_falling", "warning", text, ("lr-too-low/tiny-updates",))
+            yield _of(track, "loss_hardly_falling", "note", text, ())
 
 
 def at_optimum(track: Track) -> bool:
@@ -187,7 +188,7 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
             yield _of(
-                track, "loss_spike", "note", text, ("lr-too-high/spike", "input-or-target-scale/batch"), step
+                track, "loss_spike", "note", text, ("lr-too-high/spike",), step
             )
 
 
@@ -488,8 +489,13 @@ def _of(
 
 
 def _names(parameters: list[dict]) -> str:
+    """Up to three names; of more, how many there are and in which parts of the model."""
     names = [p["name"] for p in parameters]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if len(names) <= 3:
+        return ", ".join(names)
+    parts = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    more = f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
+    return f"{len(names)} tensors of {', '.join(parts[:4])}{more}"
 
 
 SYMPTOMS = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -38,7 +39,7 @@ class Taping:
         self._recorder: Recorder | None = None
         self._step = -1
         self._began = time.perf_counter()
-        self._turned = self._began
+        self._turned = time.process_time()
         self._plain = float("inf")  # seconds of the shortest untaped step
         self.trouble = False  # set from outside: look at the coming steps whatever the landmarks say
         self.spent = 0.0
@@ -51,7 +52,7 @@ class Taping:
 
     def begin(self, step: int, compiled: bool) -> None:
         """A step begins: tape it or not."""
-        self._turned = time.perf_counter()
+        self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
         self._step = step
         if self.broken or compiled or self._recorder is not None or not self._affords(step):
             return
@@ -63,7 +64,7 @@ class Taping:
 
     def long_wait(self) -> None:
         """Something else than training goes on before the first step: it is not worth a tape."""
-        if self._step == 0 and time.perf_counter() - self._turned > LONG_BEFORE_TRAINING:
+        if self._step == 0 and time.process_time() - self._turned > LONG_BEFORE_TRAINING:
             self.stop()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,13 +77,13 @@ class Taping:
 
     def end(self) -> None:
         """A step has ended: the tape, if there is one, goes to the examination."""
-        duration = time.perf_counter() - self._turned
+        duration = time.process_time() - self._turned
         if self._recorder is None:
             if self._step > 0:
                 self._plain = min(self._plain, duration)
             return
         recorder, self._recorder = self._recorder, None
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             tape = recorder.stop()
             if not tape.broken and len(tape.operations) < MOST_OPERATIONS:
@@ -91,13 +92,14 @@ class Taping:
         except Exception as error:
             self._give_up(error)
         plain = self._plain if self._plain < duration else duration / 2
-        self.spent += duration - plain + time.perf_counter() - start
+        self.spent += duration - plain + time.process_time() - start
 
     def stop(self) -> None:
         """Training is over, perhaps in mid-step."""
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            recorder.stop()
+            with suppress(Exception):
+                recorder.stop()
 
     def _look(self, tape: Tape) -> None:
         state = torch.get_rng_state()  # examinations replay; whatever they do, training's random numbers stay
