@@ -310,7 +310,10 @@ def write_json(data: dict, file: str | None) -> None:
 
 # option of `gradproof train` -> type, help; the names are those of lm.trainer.Job, which has the defaults
 TRAIN_OPTIONS = {
-    "data": (str, "a text file, or a folder of text files (default: the source of Python's standard library)"),
+    "data": (
+        str,
+        "a text file, or a folder of text files (default: the source of Python's standard library)",
+    ),
     "tokenizer": (str, "byte, char, word or bpe (default: byte)"),
     "vocabulary": (int, "at most so many words or byte pairs (default: 4096)"),
     "model": (str, "gpt, explicit (every backward written by hand) or cascade (default: gpt)"),
@@ -352,9 +355,13 @@ def add_train(commands: argparse._SubParsersAction) -> None:
     for name, text in TRAIN_FLAGS.items():
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    parser.add_argument("--out", metavar="DIR", help="where the run is written (default: runs/train-DATE-TIME)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the run is written (default: runs/train-DATE-TIME)"
+    )
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last checkpoint")
-    parser.add_argument("--check-data", action="store_true", help="print how targets line up with inputs, and stop")
+    parser.add_argument(
+        "--check-data", action="store_true", help="print how targets line up with inputs, and stop"
+    )
     parser.set_defaults(function=train)
 
 
@@ -373,7 +380,9 @@ def train(args: argparse.Namespace) -> int:
         if args.resume:
             run, job = Path(args.resume), trainer.read_job(Path(args.resume), **given)
             if fixed := sorted(given.keys() - RESUME_MAY_CHANGE):
-                raise UserError(f"--{fixed[0].replace('_', '-')} cannot change in a resumed run; start a new one")
+                raise UserError(
+                    f"--{fixed[0].replace('_', '-')} cannot change in a resumed run; start a new one"
+                )
         else:
             run, job = Path(args.out) if args.out else default_path("train"), trainer.Job(**given)
             if ranks.rank == 0:
@@ -447,7 +456,9 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         epilog="example: gradproof generate runs/train-… --prompt 'def main('",
     )
     parser.add_argument("run", metavar="RUN", help="the folder of a training run")
-    parser.add_argument("--prompt", default="", help="the text to continue (default: the start of a document)")
+    parser.add_argument(
+        "--prompt", default="", help="the text to continue (default: the start of a document)"
+    )
     parser.add_argument("--tokens", type=int, default=300, help="at most so many (default: 300)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=40, help="choose among so many (default: 40)")
