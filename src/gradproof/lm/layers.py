@@ -19,8 +19,8 @@ from gradproof.kernels.loss_options import LossOptions
 
 NORM_EPS = 1e-5
 CACHED_ELEMENTS = 1 << 18  # a row block of this many elements stays in a core's cache over several passes
-TALL_ROWS = 512
-CACHED_SCORES = 1 << 18
+TALL_ROWS = 512  # of several matrix products in turn
+CACHED_SCORES = 1 << 18  # attention scores of the samples that attend together
 LOSS = LossOptions()
 
 
