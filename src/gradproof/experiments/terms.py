@@ -1,4 +1,4 @@
-"""Is the loss the right way up, and are its terms weighed alike? Its gradient at the predictions, its sum taken apart."""
+"""Is the loss the right way up, and do its terms weigh alike? Signs and sizes of the gradients of its terms."""
 
 from __future__ import annotations
 
