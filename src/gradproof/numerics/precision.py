@@ -148,8 +148,8 @@ def render_errors(errors: Sequence[Errors]) -> str:
         lines.append("")
     lines += [
         "Relative errors; the gradient's relative to its largest entry. confident: the loss of a target 15",
-        "ahead of the rest. The sum of exp of the last two is from their log-sum-exp. The bar is the error of",
-        "the loss, from 1e-17; a mark is half a digit.",
+        "ahead of the rest. The sum of exp of the last two is from their log-sum-exp. The bar is the error",
+        "of the loss, from 1e-17; a mark is half a digit.",
     ]
     return "\n".join(lines)
 
