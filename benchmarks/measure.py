@@ -54,6 +54,20 @@ def gpu_ms(function, repetitions: int = 10, warm: int = 3) -> float:
     return statistics.median(b.elapsed_time(e) for b, e in times)
 
 
+def graph_ms(step, repetitions: int = 10) -> float:
+    """Median milliseconds of a step replayed from a CUDA graph: the GPU's own time, without launches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return gpu_ms(graph.replay, repetitions)
+
+
 def cpu_ms(function, repetitions: int = 5) -> float:
     """Least milliseconds of CPU time."""
     function()

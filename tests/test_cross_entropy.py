@@ -185,6 +185,14 @@ def test_in_place_uses_the_logits_memory(dtype, device):
         again.backward()
 
 
+def test_in_place_is_refused_where_the_logits_are_needed(device):
+    hidden, targets = make(5, 66, device=device)
+    logits = torch.tanh(hidden.requires_grad_())  # keeps its result for its backward
+    loss = cross_entropy(logits, targets, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_rows_of_the_gradient_sum_to_zero(device):
     _, dx = run(*make(16, 999, device=device))
     assert dx.double().sum(1).abs().max() <= 4 * 2**-24 * dx.abs().max()  # exp, factor, product, target
