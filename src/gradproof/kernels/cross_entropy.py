@@ -105,7 +105,7 @@ def _loss(
 
 
 def direct(operator: CustomOpDef) -> Callable:
-    """The function behind an operator, unless somebody records operators: dispatching costs more than it does."""
+    """The function behind an operator, unless somebody records operators: dispatch is not free."""
     return operator if _len_torch_dispatch_stack() else operator._init_fn
 
 
