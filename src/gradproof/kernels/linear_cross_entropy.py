@@ -14,6 +14,7 @@ from gradproof.errors import UserError
 from gradproof.kernels.cross_entropy import (
     backend_of,
     check_targets,
+    direct,
     reduce_losses,
     scale_of_loss,
     scale_rows,
@@ -69,7 +70,7 @@ class _WithGradients(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, mask, class_weight, numbers, wants):
         ctx.numbers, ctx.wants = numbers, wants
         tensors = (hidden, weight, targets, mask, class_weight)
-        loss, lse, *gradients = _linear_cross_entropy(*tensors, *numbers, *wants)
+        loss, lse, *gradients = direct(_linear_cross_entropy)(*tensors, *numbers, *wants)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(lse)
         ctx.gradients = None if numbers[-1] == "none" else gradients
@@ -83,7 +84,7 @@ class _WithGradients(torch.autograd.Function):
             gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *ctx.wants)
         else:
             for gradient in gradients:
-                scale_rows(gradient, dloss)
+                direct(scale_rows)(gradient, dloss)
         return *_wanted(gradients, ctx.wants), *5 * [None]
 
 
