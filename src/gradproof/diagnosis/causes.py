@@ -72,6 +72,8 @@ CAUSES = (
                 "limit-too-small",
                 "raise the limit to about the median norm before clipping, or adjust the learning rate",
             ),
+            ("wrong-parameters", "give clip_grad_norm_ the parameters of the optimizer that steps next"),
+            ("per-tensor", "call clip_grad_norm_ once, with all parameters together"),
         ),
     ),
     Cause(
@@ -124,6 +126,13 @@ CAUSES = (
                 "ends-at-zero",
                 "let the schedule last as long as training: count it in the unit in which scheduler.step() is called",
             ),
+            ("dies-early", "call scheduler.step() once an epoch, or give the schedule its lengths in steps"),
+            ("warmup-never-ends", "let the warmup end within the first tenth of the run"),
+            (
+                "multiplied",
+                "LambdaLR multiplies the optimizer's own learning rate: return a factor between 0 and 1",
+            ),
+            ("cycles-too-fast", "give the period in the unit in which scheduler.step() is called"),
         ),
     ),
     Cause(
@@ -167,6 +176,12 @@ CAUSES = (
         "dropout or BatchNorm is in the wrong mode",
         "module.training; whether running statistics move",
         "call model.train() before training and model.eval() before validating, every epoch",
+        (
+            ("train-mode", "call model.eval() before validating, and model.train() before training goes on"),
+            ("eval-left-on", "call model.train() at the beginning of every epoch, after each validation"),
+            ("functional-dropout", "write F.dropout(x, p, training=self.training), or use nn.Dropout"),
+            ("keep-probability", "nn.Dropout takes the share that is dropped: 0.1, where 0.9 is to be kept"),
+        ),
     ),
     Cause(
         "normalization-error",
@@ -227,6 +242,15 @@ CAUSES = (
         "weights or optimizer state are not what they should be",
         "keys, identities and jumps where a state is loaded",
         "load with strict=True, restore the optimizer too, and copy (not reference) the weights to keep",
+        (
+            (
+                "by-reference",
+                "keep copy.deepcopy(model.state_dict()): a state_dict is a view of the weights that go on training",
+            ),
+            ("keys", "make the keys fit (strip or add the prefix) and load with strict=True"),
+            ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
+            ("optimizer-remade", "make the optimizer once, before the loop"),
+        ),
     ),
     Cause(
         "aliasing-or-inplace",
@@ -239,7 +263,12 @@ CAUSES = (
         "the optimizer is set up wrongly",
         "the parts of the update and the settings of the groups",
         "start from the defaults (Adam: betas 0.9 and 0.999, eps 1e-8; weight decay at most 0.1, none on norms)",
-        (("eps", "set Adam's eps well below the gradients' size, for example 1e-8"),),
+        (
+            ("eps", "set Adam's eps well below the gradients' size, for example 1e-8"),
+            ("betas", "use betas (0.9, 0.999), or (0.9, 0.95) for language models"),
+            ("momentum", "use momentum 0.9"),
+            ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
+        ),
     ),
 )
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Verdict:
     confidence: str = "proven"
     if_troubled: bool = False
     lasting: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)  # what a fix from outside needs to know
 
 
 def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:
@@ -63,6 +65,7 @@ class Evidence:
     models: dict[str, nn.Module]  # by variable name; "" for the only one
     optimizers: list[torch.optim.Optimizer]
     losses: Sequence[float]  # of all steps so far
+    directory: Path | None = None  # of the run, for what is worth keeping
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key

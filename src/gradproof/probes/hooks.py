@@ -21,7 +21,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.session import Session
+from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 
 
 def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
@@ -147,7 +149,9 @@ def clips(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
 
     def norm(original: Callable) -> Callable:
         def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             before = original(parameters, max_norm, *args, **kwargs)
+            note_clip(session, parameters)
             session.clipped("norm", max_norm, before)
             return before
 
@@ -155,7 +159,9 @@ def clips(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
 
     def value(original: Callable) -> Callable:
         def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             original(parameters, clip_value, *args, **kwargs)
+            note_clip(session, parameters)
             session.clipped("value", clip_value, None)
 
         return clip_grad_value_
@@ -175,9 +181,7 @@ def grad_scalers(session: Session, stack: ExitStack, chosen: Callable[[Any], boo
         def wrapped(self: Any, outputs: Any) -> Any:
             scaled = original(self, outputs)
             if isinstance(outputs, Tensor) and self.is_enabled():
-                held = self._scale  # read from the host only where that costs no synchronisation
-                known = held.item() if held is not None and held.device.type == "cpu" else None
-                session.scaled(outputs, scaled, known)
+                session.scaled(outputs, scaled, self._scale)
             return scaled
 
         return wrapped
@@ -263,4 +267,9 @@ LISTENERS = (
     schedulers,
     epochs,
     compilation,
+    evals,
+    without_gradient,
+    loads,
+    optimizer_states,
+    clip_coverage,
 )

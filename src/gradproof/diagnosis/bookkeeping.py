@@ -1,0 +1,267 @@
+"""Symptoms in how training is kept: modes while validating, loaded weights, schedules, clips, optimizer settings.
+
+They read what listeners noted (`run.info["facts"]`), the optimizer's settings and the recorded learning rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.series import Track, tracks, trend
+from gradproof.record.run import Run
+
+ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam")
+STATEFUL = (*ADAMS, "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "LBFGS")
+
+
+def facts(run: Run, name: str) -> Any:
+    return run.info.get("facts", {}).get(name)
+
+
+def trains_well(run: Run) -> bool:
+    """The loss falls in every track that is long enough to say so."""
+    found = [t for track in tracks(run) if (t := trend(track.loss)) is not None]
+    return bool(found) and all(t.fell for t in found)
+
+
+def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
+    """Passes without gradient in which dropout drops, or BatchNorm uses the batch and moves its statistics.
+
+    What happens between most steps is part of training (a generator's samples, a teacher, acting): not meant here.
+    """
+    seen = facts(run, "modes")
+    if not seen or len(run) < 5:
+        return
+    train, evaluated = len(seen["train"]), len(seen["eval"])
+    if train and train < 0.5 * len(run):
+        effect = (
+            "drops units" if "Dropout" in seen.get("kind", "") else "uses the batch and moves its statistics"
+        )
+        text = f"without gradient, {seen['module']} ({seen['kind']}) runs in train mode and {effect}"
+        text += f": at {train} of {train + evaluated} validations"
+        level = "problem" if not evaluated else "warning"
+        where = f"{seen['module']} ({seen['line']})"
+        yield Symptom(
+            "validates_in_train_mode",
+            level,
+            text,
+            seen["train"][0],
+            where,
+            ("train-eval-mode-error/train-mode",),
+        )
+    for line, call in seen.get("functional", {}).items():
+        text = (
+            f"F.dropout at {line} drops {100 * call['p']:g} % in eval mode: it lacks training=self.training"
+        )
+        where = f"{call['module']} ({line})" if call["module"] else line
+        suspects = ("train-eval-mode-error/functional-dropout",)
+        yield Symptom("dropout_always_on", "problem", text, None, where, suspects)
+
+
+def loads_nothing(run: Run) -> Iterator[Symptom]:
+    """A load_state_dict that was given the model's own tensors, or whose keys fit nowhere."""
+    for load in facts(run, "loads") or ():
+        name = load["model"] or load["class"]
+        where = f"{load['line']}, {name}" if load["line"] else name
+        if load["keys"] and load["same_memory"] >= max(1, 0.9 * load["fitting"]):
+            text = (
+                f"load_state_dict gives {name} its own tensors ({load['same_memory']} of {load['fitting']})"
+                ": nothing is restored; what was kept was a reference, not a copy"
+            )
+            yield Symptom(
+                "loads_itself", "problem", text, load["step"], where, ("weights-state-error/by-reference",)
+            )
+        elif load["given"] and load["keys"] and load["fitting"] <= 0.1 * min(load["given"], load["keys"]):
+            text = (
+                f"load_state_dict finds a place for {load['fitting']} of {load['given']} tensors: "
+                f"{load['strange']!r} is not in {name}, which wants {load['missing']!r}"
+            )
+            yield Symptom(
+                "keys_do_not_fit", "problem", text, load["step"], where, ("weights-state-error/keys",)
+            )
+
+
+def optimizer_state_lost(run: Run) -> Iterator[Symptom]:
+    """Moments that a checkpoint holds and nobody loads; optimizers that are made anew again and again."""
+    states = facts(run, "optimizer_states")
+    if not states:
+        return
+    resumed = any(load["fitting"] > 0 and load["model"] for load in facts(run, "loads") or ())
+    if states["in_files"] and not states["loaded"] and resumed:
+        text = "the checkpoint holds an optimizer's state, the model is loaded from it, the optimizer is not"
+        suspects = ("weights-state-error/optimizer-state-lost",)
+        yield Symptom("optimizer_not_restored", "warning", text, 0, states.get("line"), suspects)
+    remade = states["remade"]
+    if len(remade) >= 3 and (states["remade_class"] in STATEFUL or _momentum(run)):
+        every = (remade[-1] - remade[0]) / (len(remade) - 1)
+        text = f"{states['remade_class']} is made anew every {every:.0f} steps: its moments are lost"
+        level = "problem" if every <= 20 else "warning"
+        suspects = ("weights-state-error/optimizer-remade",)
+        yield Symptom("optimizer_remade", level, text, remade[0], states["remade_line"], suspects)
+
+
+def clip_misses(run: Run) -> Iterator[Symptom]:
+    """A clip that was given other parameters than those that are stepped, or one tensor at a time."""
+    clip = facts(run, "clip")
+    if clip and clip["steps"] >= 5 and clip["stepped"]:
+        share = clip["given"] / clip["stepped"]
+        if share < 0.5:
+            text = f"the clip is given {clip['given']} of the {clip['stepped']} tensors that the steps after it change"
+            level = "problem" if share == 0 else "warning"
+            yield Symptom("clip_misses", level, text, 0, None, ("grad-clip-misuse/wrong-parameters",))
+    tensors = len([p for p in run.info.get("parameters", []) if p.get("gradient")])
+    counts = [order.count("c") for order in run.steps["order"]]
+    if tensors >= 3 and len(counts) >= 5 and float(np.median(counts)) >= max(3, 0.8 * tensors):
+        text = f"clip_grad_norm_ is called {int(np.median(counts))} times a step, once a tensor: that turns the step"
+        level = "warning" if trains_well(run) else "problem"
+        yield Symptom("clip_per_tensor", level, text, 0, None, ("grad-clip-misuse/per-tensor",))
+
+
+def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
+    """A limit so far below the gradient that, without an optimizer that rescales, it divides the learning rate."""
+    before, limit = run.steps["norm_before_clip"], run.steps["clip_limit"]
+    known = (before > 0) & np.isfinite(before) & (limit > 0)
+    if known.sum() < 20 or any(o["class"] in ADAMS for o in run.info.get("optimizers", [])):
+        return
+    kept = float(np.median(limit[known] / before[known]))
+    if float(np.mean(before[known] > limit[known])) < 0.95 or kept > 0.05:
+        return
+    too_short = any(
+        e.get("event") == "verdict" and e.get("id") == "lr-too-low/tiny-steps" for e in run.events
+    )
+    text = (
+        f"the clip leaves {100 * kept:.2g} % of the gradient (norm {np.median(before[known]):.3g}, "
+        f"limit {np.median(limit[known]):.3g}): it sets the step, as a {1 / kept:.0f} times smaller learning rate would"
+    )
+    level = "problem" if too_short else "warning"
+    yield Symptom("clip_sets_the_step", level, text, None, None, ("grad-clip-misuse/limit-too-small",))
+
+
+def schedule(run: Run) -> Iterator[Symptom]:
+    """A learning rate that dies early, never arrives, or swings in the wrong unit."""
+    bases = [o.get("base_lr") for o in run.info.get("optimizers", [])]
+    for track in tracks(run):
+        lr = track.lr[np.isfinite(track.lr)]
+        if len(lr) < 20 or lr.max() <= 0 or np.ptp(lr) < 1e-3 * lr.max():
+            continue
+        number = int(np.nan_to_num(run.steps["optimizer"][track.rows[0]]))
+        base = bases[number] if number < len(bases) else None
+        found = died_early(run, track, lr) or swings(track, lr) or never_arrives(lr, base)
+        if found:
+            id, level, text, step = found
+            label = f"{track.label}: " if track.label else ""
+            yield Symptom(id.partition("/")[2], level, label + text, step, None, (id,))
+
+
+def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
+    """Next to nothing of its peak for two fifths of the run, and not coming back."""
+    for share, level in ((1e-3, "problem"), (1e-2, "warning")):
+        alive = np.flatnonzero(lr >= share * lr.max())
+        first = int(alive[-1]) + 1
+        if first > 0.6 * len(lr):
+            continue
+        called = float(np.mean(["l" in order for order in run.steps["order"][track.rows][:first]]))
+        low = share * lr.max()
+        text = f"the learning rate falls from {lr.max():.2g} to under {low:.2g} by step {first} of {len(lr)}"
+        if called > 0.9:
+            text += ", with scheduler.step() at every batch: was it meant once an epoch?"
+        return "lr-schedule-error/dies-early", level, text, int(track.steps[first])
+    return None
+
+
+def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str, int] | None:
+    """The learning rate that the optimizer was given is never nearly reached."""
+    if not base or lr.max() > 0.2 * base:
+        return None
+    rising = float(np.mean(np.diff(lr) > 0)) > 0.95
+    if rising:
+        text = (
+            f"warmup never ends: the learning rate rises all through the run, to {lr.max():.2g} of {base:.2g}"
+        )
+        return "lr-schedule-error/warmup-never-ends", "problem", text, len(lr) - 1
+    text = (
+        f"the schedule keeps the learning rate at {lr.max():.2g} at most; the optimizer was given {base:.2g}"
+    )
+    if math.isclose(lr.max(), base * base, rel_tol=0.05):
+        text += ", and the schedule multiplies with it once more"
+    return "lr-schedule-error/multiplied", "problem", text, int(np.argmax(lr))
+
+
+def swings(track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
+    """Down and up again, many times, within a few steps each."""
+    moves = np.diff(lr)
+    moves = moves[np.abs(moves) > 1e-6 * lr.max()]
+    turns = int(np.sum((moves[:-1] < 0) & (moves[1:] > 0)))
+    period = len(lr) / max(turns, 1)
+    if turns < 5 or period > 25 or lr.min() > 0.5 * lr.max():
+        return None
+    text = f"the learning rate falls and rises again {turns} times, every {period:.0f} steps"
+    level = "problem" if period <= 12 else "warning"
+    return "lr-schedule-error/cycles-too-fast", level, text, int(track.steps[0])
+
+
+def optimizer_settings(run: Run) -> Iterator[Symptom]:
+    """Settings outside of the range in which the optimizer can work."""
+    well = trains_well(run)
+    for index, optimizer in enumerate(run.info.get("optimizers", [])):
+        lr_seen = run.steps["lr"][np.nan_to_num(run.steps["optimizer"]) == index]
+        peak = float(np.nanmax(lr_seen)) if np.isfinite(lr_seen).any() else 0.0
+        for number, group in enumerate(optimizer["groups"]):
+            label = f"{optimizer['class']}" + (f", group {number}" if len(optimizer["groups"]) > 1 else "")
+            lr = max(float(group.get("lr", 0.0)), peak if len(optimizer["groups"]) == 1 else 0.0)
+            for id, level, text in settings_of(optimizer["class"], {**group, "lr": lr}, len(run), well):
+                yield Symptom("optimizer_settings", level, f"{label}: {text}", 0, None, (id,))
+
+
+def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tuple[str, str, str]]:
+    betas, momentum = group.get("betas"), group.get("momentum") or 0.0
+    if betas and kind in ADAMS and betas[0] ** 2 >= betas[1] > 0:
+        text = f"betas {tuple(betas)}: β1² = {betas[0] ** 2:.3g} is not below β2 = {betas[1]:g}: a step has no bound"
+        yield "optimizer-config/betas", "problem", text
+    if betas and kind in ADAMS and betas[1] == 0:
+        yield (
+            "optimizer-config/betas",
+            "problem",
+            "β2 = 0: every entry moves by the learning rate, whatever its gradient",
+        )
+    if betas and betas[0] > 0.99 and 1 / (1 - betas[0]) > steps / 20:
+        text = f"β1 = {betas[0]:g} averages over {1 / (1 - betas[0]):.0f} steps; the run has {steps}"
+        yield "optimizer-config/betas", "warning" if well else "problem", text
+    if momentum >= 0.995:
+        text = f"momentum {momentum:g} adds up {1 / (1 - momentum):.0f} steps; the run has {steps}"
+        yield "optimizer-config/momentum", "problem" if 1 / (1 - momentum) > steps / 20 else "warning", text
+    if kind in ADAMS and (group.get("eps") or 0) >= 1e-3:
+        text = f"ε = {group['eps']:g} outweighs √v: the step is as small as the gradient"
+        yield "optimizer-config/eps", "warning" if well and group["eps"] < 0.05 else "problem", text
+    if kind == "SGD":
+        rate = group["lr"] / (1 - min(momentum, 0.9999)) * (group.get("weight_decay") or 0)
+    elif kind in ("AdamW", "NAdam"):
+        rate = group["lr"] * (group.get("weight_decay") or 0)
+    else:
+        rate = 0.0
+    if rate >= 3e-3:
+        text = (
+            f"weight decay {group['weight_decay']:g} takes away {100 * rate:.2g} % of every weight at each step: "
+            f"what is learned is gone after {1 / rate:.0f} steps"
+        )
+        yield "optimizer-config/weight-decay", "problem" if rate >= 1e-2 or not well else "warning", text
+
+
+def _momentum(run: Run) -> bool:
+    return any(group.get("momentum") for o in run.info.get("optimizers", []) for group in o["groups"])
+
+
+BOOKKEEPING = (
+    validates_in_train_mode,
+    loads_nothing,
+    optimizer_state_lost,
+    clip_misses,
+    clip_sets_the_step,
+    schedule,
+    optimizer_settings,
+)

@@ -1,0 +1,139 @@
+"""Do units respond? Activations that put out one value for every sample, over several taped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.nonfinite import place_of
+from gradproof.tape.operations import Operation
+
+RECTIFIERS = ("relu", "relu_", "threshold", "threshold_")
+SQUASHERS = {"sigmoid": 1e-3, "sigmoid_": 1e-3, "tanh": 4e-3, "tanh_": 4e-3}  # y(1−y) and 1−y² below this
+LIMITS = ("clamp", "clamp_", "hardtanh", "hardtanh_", "clamp_min", "clamp_max")
+TIMES = 2
+FEWEST = 8  # values of a unit in a batch, to call it dead
+MOST_OPERATIONS = 200
+
+
+def do_units_respond(evidence: Evidence) -> Iterator[Verdict]:
+    """Rectifiers whose units are zero for the whole batch, and squashers far out on their flat ends, at every look."""
+    operations = [
+        op
+        for op in evidence.forward
+        if op.module and op.grad_enabled and op.makes and op.name in (*RECTIFIERS, *SQUASHERS)
+    ][:MOST_OPERATIONS]
+    if not operations:
+        return
+    values = evidence.values([op.makes[0] for op in operations])
+    silent: dict[tuple, tuple[Tensor, Operation]] = {}
+    for operation in operations:
+        value = values.get(operation.makes[0])
+        if value is None or not value.is_floating_point() or units_of(value).shape[0] < FEWEST:
+            continue
+        key = (operation.module, operation.line.number if operation.line else 0, operation.name)
+        mask = is_flat(operation, units_of(value))
+        before = silent.get(key)
+        if before is None or before[0].shape == mask.shape:  # called again: a unit that answers once is alive
+            silent[key] = (mask if before is None else mask & before[0], operation)
+    history = evidence.memory.setdefault("silent units", {})
+    for key, (mask, operation) in silent.items():
+        seen, times = history.get(key, (mask, 0))
+        history[key] = (mask & seen if mask.shape == seen.shape else mask, times + 1)
+        if history[key][1] >= TIMES:
+            yield from judge(operation, history[key][0], history[key][1])
+
+
+def units_of(value: Tensor) -> Tensor:
+    """(samples and positions, units): units are channels of an image, else the last dimension."""
+    if value.dim() >= 4:
+        value = value.transpose(1, -1)
+    return value.reshape(-1, value.shape[-1]) if value.dim() else value.reshape(1, 1)
+
+
+def is_flat(operation: Operation, units: Tensor) -> Tensor:
+    """Which units pass no gradient for any sample."""
+    if operation.name in RECTIFIERS:
+        return (units == 0).all(dim=0)
+    slope = units * (1 - units) if operation.name.startswith("sigmoid") else 1 - units * units
+    return (slope < SQUASHERS[operation.name]).all(dim=0)
+
+
+def judge(operation: Operation, mask: Tensor, times: int) -> Iterator[Verdict]:
+    share = float(mask.float().mean())
+    if share < 0.9:
+        return
+    if operation.name in RECTIFIERS:
+        what, id = "put out zero for every sample", "dead-activation/units"
+    else:
+        what, id = "are at the flat end of their range for every sample", "dead-activation/saturated"
+    yield confirmed(
+        id,
+        f"{int(mask.sum())} of {mask.numel()} units of {operation.name.rstrip('_')} {what}, at {times} looks",
+        where=place_of(operation.module, operation.line),
+        if_troubled=share < 1,
+    )
+
+
+def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
+    """Predictions at the limit of a clamp while their targets are elsewhere: those samples teach nothing."""
+    clamps = [op for op in evidence.forward if op.name in LIMITS and op.makes and op.grad_enabled]
+    pairs = list(zip(evidence.roles.prediction_slots, evidence.roles.target_slots, strict=False))
+    if not clamps or not pairs:
+        return
+    wanted = [op.makes[0] for op in clamps] + [slot for pair in pairs for slot in pair]
+    values = evidence.values(wanted)
+    count = evidence.memory.setdefault("stuck", {})
+    for operation in clamps:
+        low, high = limits_of(operation)
+        for prediction, target in pairs:
+            made, wished = values.get(prediction), values.get(target)
+            if not comes_from(evidence, prediction, operation.makes[0]) or made is None or wished is None:
+                continue
+            if made.shape != wished.shape or not wished.is_floating_point():
+                continue
+            at_limit = torch.zeros_like(made, dtype=torch.bool)
+            for limit in (low, high):
+                at_limit |= made == limit if limit is not None else False
+            off = (made - wished).abs() > 0.05 * wished.std()
+            share = float((at_limit & off).float().mean())
+            count[operation.line] = count.get(operation.line, 0) + 1 if share >= 0.3 else 0
+            if count[operation.line] >= TIMES:
+                yield confirmed(
+                    "dead-activation/clamped-output",
+                    f"{100 * share:.0f} % of the predictions sit at a limit of {operation.name} ({low} to {high}) "
+                    "while their targets are elsewhere: they get no gradient",
+                    f"targets go from {float(wished.min()):.3g} to {float(wished.max()):.3g}",
+                    where=place_of(operation.module, operation.line),
+                    fix="remove the clamp from what the loss sees; clamp only what is shown or used",
+                    lasting=True,
+                )
+
+
+def limits_of(operation: Operation) -> tuple[float | None, float | None]:
+    numbers = [a if isinstance(a, (int, float)) else None for a in (*operation.args[1:3], None, None)][:2]
+    if operation.name == "clamp_max":
+        return None, numbers[0]
+    if operation.name.startswith("hardtanh"):
+        return (-1.0 if numbers[0] is None else numbers[0]), (1.0 if numbers[1] is None else numbers[1])
+    return numbers[0], numbers[1]
+
+
+def comes_from(evidence: Evidence, slot: int, origin: int) -> bool:
+    """Through views alone."""
+    while slot != origin:
+        maker = evidence.maker(slot)
+        if maker is None or maker.name not in (
+            "view",
+            "_unsafe_view",
+            "squeeze",
+            "unsqueeze",
+            "reshape",
+            "alias",
+        ):
+            return False
+        slot = maker.reads[0]
+    return True

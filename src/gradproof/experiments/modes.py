@@ -1,0 +1,105 @@
+"""Does dropout drop, and does BatchNorm look at the batch, while the model trains? And how much is dropped?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.nonfinite import place_of
+
+DROPOUTS = (nn.modules.dropout._DropoutNd,)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+TIMES = 2  # taped steps in which the same is seen before it is said
+
+
+def is_it_in_train_mode(evidence: Evidence) -> Iterator[Verdict]:
+    """A part that is trained, and whose dropout or BatchNorm is in eval mode; BatchNorm frozen by itself is no slip."""
+    trained = {
+        id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
+    }
+    count = evidence.memory.setdefault("eval mode", {})
+    for prefix, root in evidence.models.items():
+        for path, part in evaluated_parts(root, prefix):
+            affected = [
+                (join(path, name), module) for name, module in part.named_modules() if depends_on_mode(module)
+            ]
+            if not affected or not any(id(p) in trained for p in weights_beside_norms(part)):
+                continue
+            count[path] = count.get(path, 0) + 1
+            if count[path] >= TIMES:
+                yield verdict_of(evidence, path, affected)
+
+
+def evaluated_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules in eval mode."""
+    if not module.training:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from evaluated_parts(child, join(path, name))
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    if isinstance(module, DROPOUTS):
+        return module.p > 0
+    return isinstance(module, BATCH_NORMS) and module.track_running_stats
+
+
+def weights_beside_norms(part: nn.Module) -> Iterator[nn.Parameter]:
+    for module in part.modules():
+        if not isinstance(module, NORMS):
+            yield from module._parameters.values()  # type: ignore[misc]
+
+
+def verdict_of(evidence: Evidence, path: str, affected: list[tuple[str, nn.Module]]) -> Verdict:
+    lines = []
+    dropouts = [name for name, module in affected if isinstance(module, DROPOUTS)]
+    norms = [(name, module) for name, module in affected if isinstance(module, BATCH_NORMS)]
+    if dropouts:
+        lines.append(f"{', '.join(dropouts[:3])} drop nothing while training (step {evidence.step})")
+    if norms:
+        still = all(not module.num_batches_tracked for _, module in norms)
+        what = "their first running statistics" if still else "running statistics that stand still"
+        lines.append(f"{', '.join(name for name, _ in norms[:3])} normalise with {what} while training")
+    called = evidence.memory.get("facts", {}).get("eval_line", "")
+    if called:
+        lines.append(f"eval() was last called at {called}, and no train() followed")
+    where = path or affected[0][0]
+    return confirmed(
+        "train-eval-mode-error/eval-left-on",
+        *lines,
+        where=f"{where} ({called}: eval())" if called else where,
+        lasting=True,
+    )
+
+
+def is_too_much_dropped(evidence: Evidence) -> Iterator[Verdict]:
+    """A dropout that keeps a tenth: what was meant as the probability to keep."""
+    operations = evidence.tape.operations
+    for operation, following in zip(operations, [*operations[1:], None], strict=True):
+        share = None
+        if operation.name == "native_dropout" and isinstance(operation.args[1], float):
+            share = operation.args[1]
+        elif operation.name == "bernoulli_" and following is not None and following.name == "div_":
+            keep = operation.args[1] if len(operation.args) > 1 else 0.5
+            share = 1 - keep if isinstance(keep, float) and following.args[1] == keep else None
+        if share is None or operation.in_backward is not None:
+            continue
+        if share >= 0.8:
+            yield confirmed(
+                "train-eval-mode-error/keep-probability",
+                f"{100 * share:g} % of the values are dropped: each step trains {100 * (1 - share):g} % of the network",
+                where=place_of(operation.module, operation.line),
+                fix=f"p is the share that is dropped: {1 - share:.2g} instead of {share:.2g}?",
+                level="problem" if share >= 0.9 else "warning",
+                confidence="likely",
+                lasting=True,
+            )
+            return
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

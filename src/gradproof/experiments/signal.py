@@ -1,0 +1,131 @@
+"""Where does the signal grow or die? Its size along blocks of one kind and along time, forward and backward."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.tape.replay import Replay, differentiate
+
+FEWEST_BLOCKS = 4
+FEWEST_TIMES = 6
+GROWS = 1e2  # forward, from the first block to the last
+EXPLODES = 1e3  # backward, from the last block to the first
+DIES = 1e-6
+MOST_LINKS = 64
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Modules that the signal passes one after another: blocks of a stack, or one cell at each time step."""
+
+    name: str
+    kind: str  # blocks or time steps
+    paths: tuple[str, ...]
+    slots: tuple[int, ...]
+
+
+def where_does_the_signal_go(evidence: Evidence) -> Iterator[Verdict]:
+    """The first chain along which the signal or its gradient changes by orders of magnitude."""
+    chains = find_chains(evidence)
+    if not chains:
+        return
+    slots = [slot for chain in chains for slot in chain.slots]
+    found = differentiate(evidence.tape, keep=slots, gradients_at=slots)
+    for chain in chains:
+        verdict = judge(evidence, chain, found)
+        if verdict is not None:
+            yield verdict
+            return
+
+
+def find_chains(evidence: Evidence) -> list[Chain]:
+    """Numbered modules of one kind in a first pass, and modules whose output comes back to them at a later call."""
+    stacks: dict[str, dict[str, int]] = {}
+    calls: dict[str, list[int]] = {}
+    for call in evidence.tape.modules:
+        if not call.outputs or not evidence.slot(call.outputs[0]).dtype.is_floating_point:
+            continue
+        calls.setdefault(call.path, []).append(call.outputs[0])
+        match = re.fullmatch(r"(.+)\.\d+", call.path)
+        if match:
+            stacks.setdefault(f"{match[1]}:{call.kind}", {}).setdefault(call.path, call.outputs[0])
+    chains = []
+    for name, links in stacks.items():
+        if len(links) >= FEWEST_BLOCKS:
+            chains.append(thin(Chain(name.split(":")[0], "blocks", tuple(links), tuple(links.values()))))
+    for path, found in sorted(calls.items(), key=lambda item: item[0].count(".")):
+        if len(found) >= FEWEST_TIMES and found[-1] in reached_from(evidence, found[0]):
+            chains.append(thin(Chain(path, "time steps", (path,) * len(found), tuple(found))))
+    return chains[:4]
+
+
+def reached_from(evidence: Evidence, slot: int) -> set[int]:
+    """Everything that depends on a slot."""
+    reach = {slot}
+    for operation in evidence.forward:
+        if not reach.isdisjoint(operation.reads):
+            reach.update((*operation.makes, *operation.writes))
+    return reach
+
+
+def thin(chain: Chain) -> Chain:
+    """At most so many links, evenly spread, the first and the last among them."""
+    count = len(chain.slots)
+    if count <= MOST_LINKS:
+        return chain
+    places = [round(i * (count - 1) / (MOST_LINKS - 1)) for i in range(MOST_LINKS)]
+    return Chain(
+        chain.name, chain.kind, tuple(chain.paths[i] for i in places), tuple(chain.slots[i] for i in places)
+    )
+
+
+def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
+    forward = sizes(chain.slots, found.values)
+    backward = sizes(chain.slots, found.slot_gradients)
+    if len(forward) < 2:
+        return None
+    steps = len(chain.slots) - 1
+    growth = forward[-1] / forward[0] if forward[0] > 0 else math.nan
+    flow = backward[0] / backward[-1] if len(backward) > 1 and backward[-1] > 0 else math.nan
+    numbers = f"along {len(chain.slots)} {chain.kind} of {chain.name} "
+    numbers += f"the signal goes from {forward[0]:.2g} to {forward[-1]:.2g}"
+    if len(backward) > 1:
+        numbers += f", its gradient from {backward[-1]:.2g} at the end to {backward[0]:.2g} at the beginning"
+    how = "depth" if chain.kind == "blocks" else "time"
+    link = chain.kind.removesuffix("s")
+    if growth > GROWS or flow > EXPLODES or growth == math.inf:
+        gain = max(x for x in (growth, flow) if x == x) ** (1 / steps)
+        return confirmed(
+            f"exploding-signal/{how}",
+            numbers,
+            f"a factor of {gain:.3g} a {link}",
+            where=worst_link(chain, forward),
+            if_troubled=True,
+        )
+    if flow < DIES or growth < DIES:
+        gain = min(x for x in (growth, flow) if x == x) ** (1 / steps)
+        return confirmed(
+            f"vanishing-signal/{how}",
+            numbers,
+            f"a factor of {gain:.3g} a {link}",
+            where=chain.paths[0] if chain.kind == "time steps" else chain.name,
+            if_troubled=True,
+        )
+    return None
+
+
+def sizes(slots: tuple[int, ...], values: dict) -> list[float]:
+    """Root mean square at each slot that is known, in order."""
+    return [float(values[s].double().square().mean().sqrt()) for s in slots if s in values]
+
+
+def worst_link(chain: Chain, forward: list[float]) -> str:
+    if len(forward) != len(chain.paths):
+        return chain.name
+    ratios = [b / a if a > 0 else 0.0 for a, b in pairwise(forward)]
+    return chain.paths[max(range(len(ratios)), key=ratios.__getitem__) + 1]

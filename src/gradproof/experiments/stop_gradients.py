@@ -1,0 +1,219 @@
+"""Does gradient reach what it must not? Targets, baselines and teachers that the loss pulls towards the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.owners import has_gradient, named_parameters
+from gradproof.tape.operations import Operation, Ref, references
+
+COMPARES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+VIEWS = (
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "alias",
+    "expand",
+    "transpose",
+    "permute",
+    "t",
+)
+HINGES = ("relu", "maximum", "softplus")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand of a comparison: the trained layers behind it, and what happens to it after the last of them."""
+
+    layers: frozenset[str]
+    after: tuple[Operation, ...]  # operations outside of modules, up to the first inside of one
+
+    @property
+    def is_return(self) -> bool:
+        """A number from outside plus something learned: r + γ V(s')."""
+        return any(op.name in ("add", "sub", "rsub") and mixes(op) for op in self.after)
+
+
+def does_gradient_reach_what_it_must_not(evidence: Evidence) -> Iterator[Verdict]:
+    """The first slip found: a trained teacher, a target that depends on what is trained, a baseline that is."""
+    for look in (trained_teacher, compared_with_itself, pulled_baseline):
+        found = look(evidence)
+        if found is not None:
+            yield found
+            return
+
+
+def trained_teacher(evidence: Evidence) -> Verdict | None:
+    """Weights that an average of others overwrites, and that an optimizer steps along a gradient as well."""
+    held = {id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"]}
+    named = {n: p for n, p in named_parameters(evidence).items() if id(p) in held and has_gradient(p)}
+    parameters = {slot.index for slot in evidence.tape.parameters}
+    for operation in evidence.tape.operations:
+        if operation.phase == "optimizer" or operation.in_backward is not None:
+            continue
+        for slot in operation.writes:
+            name = evidence.slot(slot).name
+            sources = [
+                s
+                for s in operation.reads
+                if s != slot and reaches_parameter(evidence, s, parameters - {slot})
+            ]
+            if name in named and sources:
+                return confirmed(
+                    "missing-stop-gradient/teacher",
+                    f"{name} follows other weights ({operation.name}) and is also trained: it gets a gradient",
+                    where=place_of(name.rpartition(".")[0], operation.line),
+                    fix="compute the teacher under torch.no_grad(), and leave its parameters out of the optimizer",
+                    lasting=True,
+                )
+    return None
+
+
+def reaches_parameter(evidence: Evidence, slot: int, parameters: set[int]) -> bool:
+    """A parameter, or a few elementwise operations away from one."""
+    for _ in range(4):
+        if slot in parameters:
+            return True
+        maker = evidence.maker(slot)
+        if maker is None or not maker.reads:
+            return False
+        slot = maker.reads[0]
+    return False
+
+
+def compared_with_itself(evidence: Evidence) -> Verdict | None:
+    """Prediction and target both carry gradient into the same layers, and one of them is clearly the target."""
+    loss = [op for op in evidence.forward if not op.module]
+    if any(is_hinge(op) for op in loss):
+        return None  # a margin between pairs wants both sides
+    for operation in loss:
+        refs = [arg for arg in operation.args if isinstance(arg, Ref)]
+        if (
+            operation.name not in (*COMPARES, "sub", "mul")
+            or len(refs) != 2
+            or not all(r.tracked for r in refs)
+        ):
+            continue
+        if evidence.slot(refs[0].slot).shape != evidence.slot(refs[1].slot).shape:
+            continue
+        first, second = (side_of(evidence, ref.slot) for ref in refs)
+        if not first.layers & second.layers:
+            continue
+        if operation.name == "mul" and not is_similarity(evidence, operation):
+            continue
+        for target, prediction in ((second, first), (first, second)):
+            predicted = target.layers < prediction.layers
+            returned = target.is_return and not prediction.is_return and operation.name != "mul"
+            if predicted or returned:
+                return verdict_of(
+                    operation, target, "a return" if returned else "the branch without a predictor"
+                )
+        if operation.name == "mul" and first.layers == second.layers:
+            return verdict_of(operation, second, "the other view", level="warning")
+    return None
+
+
+def is_hinge(operation: Operation) -> bool:
+    limited = operation.name in ("clamp", "clamp_min") and len(operation.args) > 1 and operation.args[1] == 0
+    return limited or operation.name in HINGES
+
+
+def is_similarity(evidence: Evidence, product: Operation) -> bool:
+    """A product of two embeddings that is summed over its last dimension: the cosine of two views."""
+    made = product.makes[0]
+    ndim = len(evidence.slot(made).shape)
+    return ndim >= 2 and any(
+        op.name == "sum" and made in op.reads and len(op.args) > 1 and op.args[1] in ([-1], [ndim - 1])
+        for op in evidence.forward
+    )
+
+
+def verdict_of(operation: Operation, target: Side, what: str, level: str = "problem") -> Verdict:
+    layers = ", ".join(sorted(target.layers)[:3])
+    return confirmed(
+        "missing-stop-gradient/target",
+        f"{operation.name} compares two things that are both trained: the target, {what}, passes gradient to {layers}",
+        where=place_of("", operation.line),
+        fix="compute the target under torch.no_grad(), or detach() it",
+        level=level,
+        confidence="likely",
+        lasting=True,
+    )
+
+
+def side_of(evidence: Evidence, slot: int) -> Side:
+    """What lies behind an operand, along the ways that carry gradient."""
+    trained = set(evidence.tape.stepped)
+    layers: set[str] = set()
+    after: list[Operation] = []
+    todo, seen = [(slot, True)], set()
+    while todo:
+        current, outside = todo.pop()
+        maker = evidence.maker(current)
+        if maker is None or current in seen:
+            continue
+        seen.add(current)
+        outside = outside and not maker.module
+        if outside:
+            after.append(maker)
+        if trained & set(maker.reads) and maker.module:
+            layers.add(maker.module)
+        todo += [(ref.slot, outside) for ref in references((maker.args, maker.kwargs)) if ref.tracked]
+    return Side(frozenset(layers), tuple(after))
+
+
+def mixes(operation: Operation) -> bool:
+    """One operand carries gradient, the other is a tensor that does not."""
+    refs = [arg for arg in operation.args if isinstance(arg, Ref)]
+    return len(refs) == 2 and refs[0].tracked != refs[1].tracked
+
+
+def pulled_baseline(evidence: Evidence) -> Verdict | None:
+    """log p · (return − value) with a value that carries gradient: the policy's loss pulls on the critic."""
+    for operation in evidence.forward:
+        refs = [arg for arg in operation.args if isinstance(arg, Ref)]
+        if operation.name != "mul" or operation.module or len(refs) != 2 or not all(r.tracked for r in refs):
+            continue
+        for advantage, other in ((refs[1].slot, refs[0].slot), (refs[0].slot, refs[1].slot)):
+            maker = through_views(evidence, advantage)
+            if maker is None or maker.name not in ("sub", "rsub") or not mixes(maker):
+                continue
+            values = [r.slot for r in references(maker.args) if r.tracked]
+            if other != advantage and any(is_regressed(evidence, value, maker) for value in values):
+                return confirmed(
+                    "missing-stop-gradient/baseline",
+                    "the advantage carries gradient: the policy's loss changes the values it is measured against",
+                    f"{maker.name} at {maker.line}",
+                    where=place_of("", maker.line),
+                    fix="detach the values where the advantage is computed: returns - values.detach()",
+                    confidence="likely",
+                    lasting=True,
+                )
+    return None
+
+
+def through_views(evidence: Evidence, slot: int) -> Operation | None:
+    maker = evidence.maker(slot)
+    while maker is not None and maker.name in VIEWS:
+        maker = evidence.maker(maker.reads[0])
+    return maker
+
+
+def is_regressed(evidence: Evidence, value: int, advantage: Operation) -> bool:
+    """Whether the same value is also compared with a target of its own, squared."""
+    for operation in evidence.forward:
+        if value not in operation.reads or operation is advantage:
+            continue
+        if operation.name in COMPARES:
+            return True
+        if operation.name in ("sub", "rsub") and any(
+            after.name in ("pow", "square", "mul") and set(operation.makes) & set(after.reads)
+            for after in evidence.forward
+        ):
+            return True
+    return False

@@ -1,0 +1,124 @@
+"""Sees in which mode dropout and BatchNorm run while gradients are off: what a validation looks like from inside.
+
+A global module hook is there only inside `no_grad` and `inference_mode` blocks: training itself pays nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradproof.probes.names import user_frames
+from gradproof.probes.session import Session
+
+DROPOUTS = (nn.modules.dropout._DropoutNd,)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+MOST_STEPS = 2000  # step numbers that are kept of each kind
+
+
+def user_line() -> str:
+    """file.py:line of the user's code that is running."""
+    return line_of(next(user_frames(), None))
+
+
+def line_of(frame: FrameType | None) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def evals(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Where eval() was last called: the line that a forgotten train() has to answer."""
+    original = nn.Module.eval
+
+    def eval(self: nn.Module) -> nn.Module:
+        session.facts["eval_line"] = user_line()
+        return original(self)
+
+    nn.Module.eval = eval  # type: ignore[method-assign,assignment]
+    stack.callback(setattr, nn.Module, "eval", original)
+
+
+def without_gradient(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Listens to mode-dependent modules, and to functional dropout, inside blocks without gradient."""
+    seen = session.facts.setdefault("modes", {"train": [], "eval": [], "functional": {}})
+    open_blocks: list[Any] = []  # ends of the listening, one for each open block
+
+    def enter(original: Callable) -> Callable:
+        def __enter__(self: Any) -> Any:
+            result = original(self)
+            try:
+                first = (
+                    not open_blocks and session.alive and not session._compiled and bool(session.names.roots)
+                )
+                open_blocks.append(_listen(session, seen) if first else None)
+            except Exception as error:
+                session.fail(error)
+            return result
+
+        return __enter__
+
+    def leave(original: Callable) -> Callable:
+        def __exit__(self: Any, *error: Any) -> Any:
+            end = open_blocks.pop() if open_blocks else None
+            if end is not None:
+                end()
+            return original(self, *error)
+
+        return __exit__
+
+    for block in (torch.no_grad, torch.inference_mode):
+        for name, wrapper in (("__enter__", enter), ("__exit__", leave)):
+            own = getattr(block, name)
+            setattr(block, name, wrapper(own))
+            stack.callback(setattr, block, name, own)
+
+
+def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
+    """From here until the returned function is called."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if (isinstance(module, DROPOUTS) and module.p > 0) or isinstance(module, BATCH_NORMS):
+            name = session.names.of_module(module)
+            if name is None or torch.is_grad_enabled():
+                return
+            if isinstance(module, BATCH_NORMS) and not module.track_running_stats:
+                return
+            steps = seen["train" if module.training else "eval"]
+            if (not steps or steps[-1] != session.step) and len(steps) < MOST_STEPS:
+                steps.append(session.step)
+            if module.training and "module" not in seen:
+                seen.update(module=name, kind=type(module).__name__, line=_line_outside_forward())
+
+    functional = nn.functional.dropout
+
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if training and p > 0:
+            frame = sys._getframe(1)
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and not owner.training and not isinstance(owner, DROPOUTS):
+                line = line_of(frame)
+                seen["functional"][line] = {"p": p, "module": session.names.of_module(owner) or ""}
+        return functional(input, p, training, inplace)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(before)
+    nn.functional.dropout = dropout
+
+    def end() -> None:
+        handle.remove()
+        nn.functional.dropout = functional
+
+    return end
+
+
+def _line_outside_forward() -> str:
+    """The line outside of every forward that began this pass."""
+    for frame in user_frames():
+        if frame.f_code.co_name != "forward":
+            return line_of(frame)
+    return ""

@@ -1,0 +1,198 @@
+"""Modes, loads, schedules, clips and settings: each slip planted in a small watched loop, and a healthy twin."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradproof
+
+
+class Net(nn.Module):
+    def __init__(self, always_on=False):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1)
+        self.always_on = always_on
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        h = F.dropout(h, 0.2) if self.always_on else self.drop(h)
+        return self.last(h)
+
+
+def train(
+    tmp_path, *, model=None, optimizer=None, each_step=None, after_epoch=None, epochs=4, batches=10, clip=None
+):
+    """A few epochs of a regression; returns the causes by id."""
+    torch.manual_seed(0)
+    model = model or Net()
+    optimizer = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(16 * batches, 4)
+    y = x[:, :1] - x[:, 1:2]
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(epochs):
+            model.train()
+            for rows in range(0, len(x), 16):
+                optimizer.zero_grad()
+                F.mse_loss(model(x[rows : rows + 16]), y[rows : rows + 16]).backward()
+                if clip:
+                    clip(model)
+                optimizer.step()
+                if each_step:
+                    each_step(optimizer)
+            if after_epoch:
+                after_epoch(model, x)
+    found = gradproof.diagnose(tmp_path / "run")
+    return {cause.id: cause for cause in found.causes if cause.level != "note"}
+
+
+def validate(model, x, mode="eval"):
+    getattr(model, mode)()
+    with torch.no_grad():
+        return model(x)
+
+
+def test_validation_in_train_mode_is_named_with_its_line(tmp_path):
+    causes = train(tmp_path, after_epoch=lambda m, x: validate(m, x, "train"))
+    cause = causes["train-eval-mode-error/train-mode"]
+    assert cause.level == "problem" and cause.confidence == "proven"
+    assert "drop" in cause.where and "test_bookkeeping.py:" in cause.where
+
+
+def test_validation_in_eval_mode_is_silent(tmp_path):
+    assert not [id for id in train(tmp_path, after_epoch=validate) if id.startswith("train-eval")]
+
+
+def test_forward_without_gradient_in_every_step_is_part_of_training(tmp_path):
+    model, x = Net(), torch.randn(8, 4)
+
+    def act(optimizer):
+        with torch.no_grad():
+            model(x)
+
+    assert not [id for id in train(tmp_path, model=model, each_step=act) if id.startswith("train-eval")]
+
+
+def test_functional_dropout_that_is_always_on(tmp_path):
+    causes = train(tmp_path, model=Net(always_on=True), after_epoch=validate)
+    assert "test_bookkeeping.py:" in causes["train-eval-mode-error/functional-dropout"].where
+
+
+def test_nothing_stays_wrapped():
+    before = torch.no_grad.__enter__, nn.Module.eval, nn.Module.load_state_dict, torch.load, F.dropout
+    model = Net()
+    with (
+        gradproof.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), out=None) as run,
+        torch.no_grad(),
+    ):
+        model(torch.randn(2, 4))
+    assert before == (
+        torch.no_grad.__enter__,
+        nn.Module.eval,
+        nn.Module.load_state_dict,
+        torch.load,
+        F.dropout,
+    )
+    for file in run.path.iterdir():
+        file.unlink()
+    run.path.rmdir()
+
+
+@pytest.mark.parametrize("keep", [lambda m: m.state_dict(), lambda m: copy.deepcopy(m.state_dict())])
+def test_best_weights_kept_by_reference(tmp_path, keep):
+    kept = []
+
+    def after(model, x):
+        kept.append(keep(model))
+        if len(kept) == 4:
+            model.load_state_dict(kept[0])
+
+    causes = train(tmp_path, after_epoch=after)
+    shared = kept[0]["last.bias"].data_ptr() == kept[1]["last.bias"].data_ptr()
+    assert ("weights-state-error/by-reference" in causes) == shared
+
+
+@pytest.mark.parametrize("prefix", ["module.", ""])
+def test_keys_that_fit_nowhere(tmp_path, prefix):
+    def after(model, x):
+        state = {prefix + name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, strict=False)
+
+    assert ("weights-state-error/keys" in train(tmp_path, after_epoch=after)) == bool(prefix)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_clip_of_other_parameters(tmp_path, whole):
+    other = Net()
+    clip = lambda m: nn.utils.clip_grad_norm_((m if whole else other).parameters(), 1.0)  # noqa: E731
+    assert ("grad-clip-misuse/wrong-parameters" in train(tmp_path, clip=clip)) != whole
+
+
+def test_clip_of_one_tensor_at_a_time(tmp_path):
+    def clip(model):
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 1e-3)
+
+    assert "grad-clip-misuse/per-tensor" in train(tmp_path, clip=clip)
+
+
+SCHEDULES = {
+    "dies-early": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.2),
+    "warmup-never-ends": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1.0, s / 5000)),
+    "multiplied": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 0.05 * min(1.0, (s + 1) / 10)),
+    "cycles-too-fast": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 6),
+    "": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60),
+    " ": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1.0, (s + 1) / 20)),
+}
+
+
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_schedules(tmp_path, what):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = SCHEDULES[what](optimizer)
+    causes = train(
+        tmp_path, model=model, optimizer=lambda _: optimizer, each_step=lambda _: scheduler.step(), epochs=6
+    )
+    named = [id for id in causes if id.startswith("lr-schedule-error")]
+    assert named == ([f"lr-schedule-error/{what}"] if what.strip() else [])
+
+
+SETTINGS = {
+    "betas": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.1)),
+    "eps": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1.0),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.999),
+    "weight-decay": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.5),
+    "": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+    " ": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=5e-4),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings(tmp_path, what):
+    causes = train(tmp_path, optimizer=SETTINGS[what])
+    named = [id for id in causes if id.startswith("optimizer-config")]
+    assert named == ([f"optimizer-config/{what}"] if what.strip() else [])
+
+
+def test_optimizer_made_anew_every_epoch(tmp_path):
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(64, 4)
+    first = torch.optim.Adam(model.parameters())
+    from gradproof.probes.hooks import attach
+    from gradproof.probes.names import Names
+    from gradproof.probes.watch import open_session
+
+    session = open_session(tmp_path / "run", command=["x"], names=Names())
+    with attach(session):
+        for epoch in range(5):
+            optimizer = first if epoch == 0 else torch.optim.Adam(model.parameters())
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(x).pow(2).mean().backward()
+                optimizer.step()
+        session.close()
+    causes = {cause.id for cause in gradproof.diagnose(tmp_path / "run").causes}
+    assert "weights-state-error/optimizer-remade" in causes

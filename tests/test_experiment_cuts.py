@@ -1,0 +1,135 @@
+"""Cut paths, whole and in part, named by line; detached targets, teachers and truncated recurrences are silent."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.cuts import is_a_path_cut
+
+
+def line_of(text):
+    with open(__file__) as file:
+        return next(i for i, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}"))
+
+
+class Two(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.encoder, self.decoder, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
+
+    def forward(self, x):
+        return self.decoder(self.between(self.encoder(x)))
+
+
+def through_numpy(h):
+    return torch.from_numpy(h.detach().numpy() * 1.0)  # numpy
+
+
+def through_data(h):
+    return h.data.tanh()  # data
+
+
+@torch.no_grad()
+def without_grad(h):
+    return h.tanh()  # no_grad
+
+
+def verdicts(model, make_loss, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return examine(is_a_path_cut, model, optimizer, plain_step(model, optimizer, make_loss), steps=steps)
+
+
+@pytest.mark.parametrize(
+    "between, name", [(through_numpy, "numpy"), (through_data, "data"), (without_grad, "no_grad")]
+)
+def test_encoder_behind_a_cut(between, name):
+    model, x = Two(between), torch.randn(8, 4)
+    found = verdicts(model, lambda: model(x).pow(2).mean())
+    assert ids(found, "problem") == {"detached-graph/cut"}
+    assert f"test_experiment_cuts.py:{line_of(name)}" in found[0].where
+
+
+class Attention(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.qkv, self.cut = nn.Linear(8, 24), cut
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        weights = (q @ k.mT).softmax(dim=-1)
+        return (weights.data if self.cut else weights) @ v  # attention
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_rows_of_a_fused_layer_behind_a_cut(cut):
+    model, x = Attention(cut), torch.randn(2, 5, 8)
+    found = verdicts(model, lambda: model(x).pow(2).mean())
+    assert ids(found) == ({"detached-graph/part-cut"} if cut else set())
+    assert not cut or f":{line_of('attention')}" in found[0].where
+
+
+class Variational(Two):
+    def forward(self, x):
+        code = self.encoder(x)
+        return self.decoder(self.between(code)), code
+
+
+@pytest.mark.parametrize("between, warned", [(without_grad, True), (torch.tanh, False)])
+def test_code_sampled_without_gradient_is_warned_of(between, warned):
+    model, x = Variational(between), torch.randn(8, 4)
+
+    def loss():
+        out, code = model(x)
+        return F.mse_loss(out, x) + 0.1 * code.pow(2).mean()
+
+    found = verdicts(model, loss)
+    assert ids(found, "warning") == ({"detached-graph/between-modules"} if warned else set())
+    assert not ids(found, "problem")
+
+
+def test_loss_made_anew():
+    model, x = Two(torch.tanh), torch.randn(8, 4)
+    found = verdicts(model, lambda: torch.tensor(model(x).pow(2).mean().item(), requires_grad=True), steps=1)
+    assert ids(found) == {"detached-graph/new-tensor"}
+
+
+def test_truncated_recurrence_and_detached_target_are_silent():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.GRUCell(4, 6), nn.Linear(6, 4)
+
+    model, x = Recurrent(), torch.randn(6, 3, 4)
+
+    def loss():
+        state = torch.zeros(3, 6)
+        total = 0.0
+        for t in range(5):
+            if t == 3:
+                state = state.detach()
+            state = model.cell(x[t], state)
+            out = model.head(state)
+            total = total + F.mse_loss(out, x[t + 1]) + F.mse_loss(out, out.detach() + 0.1)
+        return total
+
+    assert not verdicts(model, loss)
+
+
+def test_players_that_wait_for_each_other_are_silent():
+    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+    opt_g, opt_d = (torch.optim.SGD(model[k].parameters(), lr=0.01) for k in "gd")
+    turn = [0]
+
+    def step():
+        turn[0] += 1
+        fake = model["g"](torch.randn(4, 2))
+        mine, other = (opt_d, fake.detach()) if turn[0] % 2 else (opt_g, fake)
+        mine.zero_grad()
+        loss = model["d"](other).mean()
+        loss.backward()
+        mine.step()
+        return loss.detach()
+
+    assert not ids(examine(is_a_path_cut, model, [opt_g, opt_d], step, steps=8), "problem")

@@ -1,0 +1,73 @@
+"""Symmetric and oversized beginnings, and the zeros that are put at the end of a network on purpose."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.initialisation import are_units_all_the_same, is_it_too_large
+
+
+def classifier(change=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
+    if change:
+        change(model)
+    return model
+
+
+def verdicts(model, experiment):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(32, 6), torch.randint(0, 4, (32,))
+    step = plain_step(model, optimizer, lambda: F.cross_entropy(model(x), y))
+    return examine(experiment, model, optimizer, step)
+
+
+def zeros(model):
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+
+
+def constant(model):
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+
+
+def last_zero(model):
+    nn.init.zeros_(model[4].weight)
+
+
+@pytest.mark.parametrize("change", [zeros, constant])
+def test_units_that_are_all_the_same(change):
+    found = verdicts(classifier(change), are_units_all_the_same)
+    assert ids(found) == {"bad-init/symmetric"} and found[0].where in ("0", "2")
+
+
+@pytest.mark.parametrize("change", [None, last_zero])
+def test_random_units_and_a_last_layer_of_zeros_are_silent(change):
+    assert not verdicts(classifier(change), are_units_all_the_same)
+
+
+def test_factors_of_zero_in_two_embeddings():
+    tables = nn.ModuleDict({"user": nn.Embedding(9, 4, sparse=True), "item": nn.Embedding(9, 4, sparse=True)})
+    for table in tables.values():
+        nn.init.zeros_(table.weight)
+    optimizer = torch.optim.SGD(tables.parameters(), lr=0.1)
+    row, wanted = torch.arange(9), torch.randn(9)
+    step = plain_step(
+        tables,
+        optimizer,
+        lambda: F.mse_loss((tables["user"](row) * tables["item"](row)).sum(1), wanted),
+    )
+    found = examine(are_units_all_the_same, tables, optimizer, step)
+    assert ids(found) == {"bad-init/symmetric"} and found[0].where == "user"
+
+
+def test_last_layer_too_large_is_named():
+    found = verdicts(classifier(lambda m: nn.init.normal_(m[4].weight, std=20)), is_it_too_large)
+    assert ids(found) == {"bad-init/too-large"} and found[0].where == "4" and not found[0].if_troubled
+
+
+def test_usual_sizes_are_silent():
+    assert not verdicts(classifier(), is_it_too_large)

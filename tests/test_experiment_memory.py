@@ -1,0 +1,98 @@
+"""Stacks of one buffer, targets changed together with inputs, lost averages; and clones, and lerps."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
+
+
+def verdicts(model, make_loss, experiment=do_two_things_share_memory, after=None, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train = plain_step(model, optimizer, make_loss)
+
+    def step():
+        loss = train()
+        if after:
+            after()
+        return loss
+
+    return examine(experiment, model, optimizer, step, steps=steps)
+
+
+@pytest.mark.parametrize("kept", ["view", "clone"])
+def test_replay_of_one_buffer(kept):
+    state, memory = torch.zeros(2, 2), []
+    for t in range(12):
+        state.copy_(torch.full((2, 2), float(t)))
+        memory.append(state.flatten() if kept == "view" else state.flatten().clone())
+    model = nn.Linear(4, 1)
+    found = verdicts(model, lambda: model(torch.stack(memory)).pow(2).mean())
+    assert ids(found) == ({"aliasing-or-inplace/one-buffer"} if kept == "view" else set())
+
+
+def test_rows_of_one_large_buffer_are_silent():
+    buffer, model = torch.randn(12, 4), nn.Linear(4, 1)
+    rows = [buffer[i] for i in range(12)]
+    assert not verdicts(model, lambda: model(torch.stack(rows)).pow(2).mean())
+
+
+@pytest.mark.parametrize("kept", [lambda r: r, torch.clone])
+def test_rewards_of_one_buffer_inside_a_step(kept):
+    model, reward = nn.Linear(3, 1), torch.zeros(4)
+
+    def loss():
+        seen = torch.randn(8, 4, 3)
+        rewards = []
+        for x in seen:
+            reward.copy_(x.sum(1))
+            rewards.append(kept(reward))
+        return F.mse_loss(model(seen).squeeze(-1), torch.stack(rewards))
+
+    assert ids(verdicts(model, loss)) == (
+        set() if kept is torch.clone else {"aliasing-or-inplace/one-buffer"}
+    )
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_noise_scaled_in_place_is_the_target_too(in_place):
+    model = nn.Linear(4, 4)
+
+    def loss():
+        clean, noise = torch.randn(16, 4), torch.randn(16, 4)
+        mixed = clean + (noise.mul_(0.3) if in_place else noise * 0.3)
+        return (model(mixed) - noise).pow(2).mean()
+
+    assert ids(verdicts(model, loss)) == ({"aliasing-or-inplace/target-changed"} if in_place else set())
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_average_with_a_wrong_formula(right):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    average, x = copy.deepcopy(model), torch.randn(16, 4)
+
+    def follow():
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.mul_(0.9 if right else 0.1).add_(fast, alpha=0.1)
+
+    found = verdicts(model, lambda: model(x).pow(2).mean(), does_the_average_follow, follow, steps=5)
+    assert ids(found) == (set() if right else {"weights-state-error/average"})
+
+
+def test_average_that_begins_at_zero_is_silent():
+    model = nn.Linear(4, 1)
+    average, x = copy.deepcopy(model), torch.randn(16, 4)
+    for parameter in average.parameters():
+        nn.init.zeros_(parameter)
+
+    def follow():
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.2)
+
+    assert not verdicts(model, lambda: model(x).pow(2).mean(), does_the_average_follow, follow, steps=5)

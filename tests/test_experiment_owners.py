@@ -1,0 +1,72 @@
+"""Parameters that no optimizer has: forgotten, replaced, kept in a plain list; and teachers, which none should have."""
+
+import pytest
+import torch
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.owners import does_the_optimizer_hold_everything
+
+
+class Stack(nn.Module):
+    def __init__(self, registered=True):
+        super().__init__()
+        layers = [nn.Linear(4, 4) for _ in range(2)]
+        self.layers = nn.ModuleList(layers) if registered else layers
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def verdicts(model, parameters, change=None):
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    if change:
+        change(model)
+    x = torch.randn(8, 4)
+    step = plain_step(model, optimizer, lambda: model(x).pow(2).mean())
+    return examine(does_the_optimizer_hold_everything, model, optimizer, step)
+
+
+def replace_layers(model):
+    model.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+
+def test_only_the_head_in_the_optimizer():
+    model = Stack()
+    found = verdicts(model, model.head.parameters())
+    assert ids(found) == {"param-not-updated/not-in-optimizer"} and found[0].where == "layers.0.weight"
+
+
+def test_layers_replaced_after_the_optimizer_was_made():
+    model = Stack()
+    assert ids(verdicts(model, model.parameters(), replace_layers)) == {"param-not-updated/replaced"}
+
+
+def test_layers_in_a_plain_list():
+    model = Stack(registered=False)
+    assert ids(verdicts(model, model.parameters())) == {"param-not-updated/unregistered"}
+
+
+class Taught(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = Stack(), Stack()
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+
+@pytest.mark.parametrize("make", [Stack, Taught])
+def test_all_there_or_a_teacher_that_only_follows(make):
+    model = make()
+    trained = model.student if isinstance(model, Taught) else model
+    assert not verdicts(model, trained.parameters())
+
+
+def test_frozen_parts_are_silent():
+    model = Stack()
+    model.layers.requires_grad_(False)
+    assert not verdicts(model, model.head.parameters())

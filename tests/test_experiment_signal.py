@@ -1,0 +1,74 @@
+"""Signals that explode or die along blocks and along time, against stacks and recurrences that keep their size."""
+
+import pytest
+import torch
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.signal import where_does_the_signal_go
+
+
+class Stack(nn.Module):
+    def __init__(self, gain, depth=10, activation=torch.tanh):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(depth)])
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain)
+        self.activation = activation
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.cell = nn.Linear(8, 8, bias=False)
+        nn.init.orthogonal_(self.cell.weight, gain)
+
+    def forward(self, x):
+        state = x
+        for _ in range(20):
+            state = self.cell(state)
+        return state
+
+
+def verdicts(model):
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    x = torch.randn(16, 8)
+    step = plain_step(model, optimizer, lambda: model(x).mean())
+    return examine(where_does_the_signal_go, model, optimizer, step, steps=1)
+
+
+@pytest.mark.parametrize(
+    "model, what",
+    [
+        (Stack(4.0, activation=torch.relu), "exploding-signal/depth"),
+        (Stack(0.3, activation=torch.sigmoid), "vanishing-signal/depth"),
+        (Recurrent(2.0), "exploding-signal/time"),
+        (Recurrent(0.4), "vanishing-signal/time"),
+    ],
+)
+def test_growth_and_decay_are_named(model, what):
+    found = verdicts(model)
+    assert ids(found) == {what} and all(v.if_troubled for v in found)
+    assert found[0].where.startswith("cell" if "time" in what else "layers")
+
+
+class Micro(nn.Module):
+    """The same layer for eight batches one after another is no recurrence."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.stack([self.layer(x * 10**-k) for k in range(8)])
+
+
+@pytest.mark.parametrize("model", [Stack(1.0), Recurrent(1.0), Micro()])
+def test_signals_that_keep_their_size_are_silent(model):
+    assert not verdicts(model)

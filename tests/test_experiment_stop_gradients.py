@@ -1,0 +1,100 @@
+"""Targets, teachers and baselines with gradient, and the same with it stopped; contrasts that want both sides."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
+
+
+def verdicts(model, make_loss, parameters=None, after=None):
+    optimizer = torch.optim.SGD(parameters or list(model.parameters()), lr=0.01)
+    train = plain_step(model, optimizer, make_loss)
+
+    def step():
+        loss = train()
+        if after:
+            after()
+        return loss
+
+    return examine(does_gradient_reach_what_it_must_not, model, optimizer, step, steps=2)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("compare", [F.mse_loss, lambda q, t: (q - t).pow(2).mean()])
+def test_bootstrapped_return(stopped, compare):
+    model = nn.ModuleDict({"q": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))})
+    now, then, reward = torch.randn(6, 3), torch.randn(6, 3), torch.randn(6)
+
+    def loss():
+        target = reward + 0.9 * model["q"](then).max(dim=1).values
+        return compare(model["q"](now)[:, 0], target.detach() if stopped else target)
+
+    assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/target"})
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_branch_without_a_predictor(stopped):
+    model = nn.ModuleDict({"student": nn.Linear(4, 4), "predictor": nn.Linear(4, 4)})
+    a, b = torch.randn(6, 4), torch.randn(6, 4)
+
+    def loss():
+        target = F.normalize(model["student"](b), dim=1)
+        prediction = F.normalize(model["predictor"](model["student"](a)), dim=1)
+        return 2 - 2 * (prediction * (target.detach() if stopped else target)).sum(dim=1).mean()
+
+    assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/target"})
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_baseline(stopped):
+    model = nn.ModuleDict({"policy": nn.Linear(4, 3), "value": nn.Linear(4, 1)})
+    seen, returns, action = torch.randn(8, 4), torch.randn(8), torch.randint(0, 3, (8,))
+
+    def loss():
+        values = model["value"](seen).squeeze(-1)
+        log_p = model["policy"](seen).log_softmax(-1).gather(1, action[:, None]).squeeze(1)
+        advantage = returns - (values.detach() if stopped else values)
+        return -(log_p * advantage).mean() + 0.5 * F.mse_loss(values, returns)
+
+    assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/baseline"})
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_teacher_that_is_trained(stopped):
+    student = nn.Linear(4, 4)
+    model = nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student)})
+    x = torch.randn(6, 4)
+
+    def follow():
+        with torch.no_grad():
+            for slow, fast in zip(model["teacher"].parameters(), student.parameters(), strict=True):
+                slow.mul_(0.99).add_(fast, alpha=0.01)
+
+    def loss():
+        target = model["teacher"](x)
+        return F.mse_loss(student(x) + 1, target.detach() if stopped else target)
+
+    assert ids(verdicts(model, loss, after=follow)) == (
+        set() if stopped else {"missing-stop-gradient/teacher"}
+    )
+
+
+def test_triplets_and_weight_clipping_are_silent():
+    model = nn.Linear(4, 4)
+    anchor, positive, negative = torch.randn(3, 6, 4)
+
+    def loss():
+        near, far = ((model(anchor) - model(x)).pow(2).sum(1) for x in (positive, negative))
+        return F.relu(near - far + 1).mean()
+
+    def clip():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-1, 1)
+
+    assert not verdicts(model, loss, after=clip)
