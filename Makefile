@@ -24,6 +24,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 $(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) with PyTorch: minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@

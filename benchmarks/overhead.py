@@ -21,6 +21,7 @@ from torch import nn
 
 from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names
+from gradproof.probes.schedule import EVERYTHING
 from gradproof.probes.watch import open_session
 
 
@@ -71,7 +72,7 @@ def watched(name: str, model: nn.Module, schedule: str | None) -> Variant:
             session._outputs.detach()
 
         stack.callback(pause)
-        if session._open.depth == 3:
+        if session._open.depth == EVERYTHING:
             session._outputs.attach()
         return stack
 

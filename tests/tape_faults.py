@@ -1,4 +1,4 @@
-"""Hand-written autograd functions the way people write them, each right, and once with one mistake in its backward."""
+"""Hand-written autograd functions the way people write them, each right, and with one mistake in backward."""
 
 from __future__ import annotations
 
@@ -373,8 +373,10 @@ class BlockNormTermMissing(Block):
 
 
 RIGHT = {
-    "act": Gelu, "squash": Tanh, "gate": Workspace, "linear": Linear, "norm": LayerNorm, "attention": Attention,
-    "embedding": Embedding, "loss": CrossEntropy, "batch_norm": BatchNorm, "conv": Convolution, "block": Block,
+    "act": Gelu, "squash": Tanh, "gate": Workspace, "linear": Linear, "norm": LayerNorm, "attention":
+    Attention,
+    "embedding": Embedding, "loss": CrossEntropy, "batch_norm": BatchNorm, "conv": Convolution, "block":
+    Block,
 }  # fmt: skip
 
 # where -> wrong class

@@ -1,4 +1,4 @@
-"""Where NaN and Inf come from: each origin is a module with one line that does it, inside a causal model full of −inf."""
+"""Where NaN and Inf come from: modules with one line that does it, inside a causal model full of −inf."""
 
 from __future__ import annotations
 
@@ -188,18 +188,18 @@ class HandWritten(Origin):
         return x + Unsafe.apply(x * keep)
 
 
-class DeviationOfConstant(Origin):
+class RootOfTinyRms(Origin):
     def forward(self, x):
         keep = torch.ones(BATCH, TIME, 1)
-        keep[BAD_ROW, 3] = 0
-        return x + (x * keep).std(-1, keepdim=True)  # HERE
+        keep[BAD_ROW, 3] = 1e-14
+        y = x * keep
+        return x + y * y.square().mean(-1, keepdim=True).rsqrt()  # HERE
 
 
-class AngleAtOrigin(Origin):
+class EqualEigenvalues(Origin):
     def forward(self, x):
-        keep = torch.ones_like(x)
-        keep[BAD_ROW, 3, 1] = 0
-        return x + torch.atan2(x * keep, x * keep)  # HERE
+        symmetric = torch.eye(WIDTH) + 0 * (x[BAD_ROW, 0, :, None] * x[BAD_ROW, 0])
+        return x + torch.linalg.eigh(symmetric).eigenvectors.sum()  # HERE
 
 
 class ReciprocalSquares(Origin):
@@ -220,15 +220,18 @@ FORWARD = [
     SquaredNormOverflow, UnfilledMemory, UnfilledCache, TinyRms,
 ]  # fmt: skip
 BACKWARD = [
-    RootAtZero, NormAtZero, WhereBranch, PowerAtZero, AcosAtOne, InfinityTimesZero, HandWritten, HalfGradientOverflow,
-    DeviationOfConstant, AngleAtOrigin, ReciprocalSquares,
+    RootAtZero, NormAtZero, WhereBranch, PowerAtZero, AcosAtOne, InfinityTimesZero, HandWritten,
+    HalfGradientOverflow,
+    RootOfTinyRms, EqualEigenvalues, ReciprocalSquares,
 ]  # fmt: skip
 OPERATORS = {
     LogZero: "log", ZeroOverZero: "div", NegativeRoot: "sqrt", NegativePower: "pow", ExpOverflow: "exp",
-    HalfOverflow: "mm", AllMasked: "_softmax", OneSample: "var", SquaredNormOverflow: "pow", UnfilledMemory: "empty",
+    HalfOverflow: "mm", AllMasked: "_softmax", OneSample: "var", SquaredNormOverflow: "pow", UnfilledMemory:
+    "empty",
     UnfilledCache: "empty", TinyRms: "div", RootAtZero: "sqrt", NormAtZero: "sqrt", WhereBranch: "log",
     PowerAtZero: "pow", AcosAtOne: "acos", InfinityTimesZero: "pow", HandWritten: "Unsafe",
-    HalfGradientOverflow: "mul", DeviationOfConstant: "std", AngleAtOrigin: "atan2", ReciprocalSquares: "mul",
+    HalfGradientOverflow: "mul", RootOfTinyRms: "rsqrt", EqualEigenvalues: "_linalg_eigh",
+    ReciprocalSquares: "reciprocal",
 }  # fmt: skip
 
 
@@ -324,10 +327,21 @@ class Packed(nn.Module):
         document = torch.tensor([0, 0, 1, 1, 1])
         blocked = (document[:, None] != document) | torch.ones(TIME, TIME, dtype=torch.bool).triu(1)
         bias = torch.zeros(TIME, TIME).masked_fill(blocked, -math.inf)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias) + x.masked_fill(x < -9, -math.inf).logsumexp(-1, True)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias) + x.masked_fill(
+            x < -9, -math.inf
+        ).logsumexp(-1, True)
 
 
 HEALTHY = [
-    Additive, UntakenLog, UntakenDivision, Filled, UnusedTail, BadMetric, RunningMaximum, TopOnly, Clamped, NanToNumber,
+    Additive, UntakenLog, UntakenDivision, Filled, UnusedTail, BadMetric, RunningMaximum, TopOnly, Clamped,
+    NanToNumber,
     Packed,
 ]  # fmt: skip
+
+
+def source_of(origin):
+    """(number of lines, first line) of an origin's class."""
+    import inspect
+
+    lines, first = inspect.getsourcelines(origin)
+    return len(lines), first

@@ -1,4 +1,4 @@
-"""Training steps of many kinds, small: each builder returns (named parameters, step), step() returns the loss."""
+"""Training steps of many kinds: each builder returns (named parameters, step), and step() the loss."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def convolutional():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3),
-        nn.GroupNorm(2, 4), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4, 5),
+        nn.GroupNorm(2, 4), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4,
+        5),
     )  # fmt: skip
     x, y = torch.randn(4, 3, 12, 12), torch.randint(0, 5, (4,))
     return backward_step(model, lambda: F.cross_entropy(model(x), y))
@@ -138,7 +139,9 @@ def complex_numbers():
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     x = torch.randn(3, 8)
-    return backward_step(model, lambda: torch.fft.irfft(torch.fft.rfft(model(x)) * (0.5 + 0.2j)).square().sum())
+    return backward_step(
+        model, lambda: torch.fft.irfft(torch.fft.rfft(model(x)) * (0.5 + 0.2j)).square().sum()
+    )
 
 
 def checkpointed(reentrant):
@@ -266,7 +269,8 @@ STEPS = {
     "gpt": gpt, "tied": tied, "convolutional": convolutional, "rnn": lambda: recurrent(nn.RNN),
     "gru": lambda: recurrent(nn.GRU), "lstm": lambda: recurrent(nn.LSTM), "cells": cells, "inplace": inplace,
     "complex": complex_numbers, "checkpointed": lambda: checkpointed(False),
-    "checkpointed_reentrant": lambda: checkpointed(True), "accumulated": accumulated, "adversarial": adversarial,
+    "checkpointed_reentrant": lambda: checkpointed(True), "accumulated": accumulated,
+    "adversarial": adversarial,
     "gradient_penalty": gradient_penalty, "autocast": autocast, "scaled": scaled, "encoder": encoder,
     "stepped": clipped_and_stepped, "function_transform": function_transform,
 }  # fmt: skip

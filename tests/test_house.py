@@ -26,6 +26,13 @@ MAY_IMPORT = {
     "integrations": {"probes", "record", "transformers", "lightning", "accelerate", "tensorboard", "wandb"},
 }
 
+# top-level module -> the same
+MODULES_MAY_IMPORT = {
+    "errors": set(),
+    "sanity": {"torch", "check", "numerics"},
+    "testing": {"torch", "check", "hypothesis"},
+}
+
 
 def imported(path: Path) -> set[str]:
     """Third-party packages, and gradproof's own packages by their short name, that a file imports."""
@@ -51,6 +58,18 @@ def test_packages_import_only_what_the_design_allows(package):
     for path in sorted((SOURCE / package).rglob("*.py")):
         extra = imported(path) - MAY_IMPORT[package] - {package, "errors", "__version__"}
         assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES_MAY_IMPORT))
+def test_top_level_modules_import_only_what_they_need(module):
+    extra = imported(SOURCE / f"{module}.py") - MODULES_MAY_IMPORT[module] - {"errors"}
+    assert not extra, f"{module}.py imports {sorted(extra)}"
+
+
+def test_testing_needs_hypothesis_only_where_it_is_used():
+    tree = ast.parse((SOURCE / "testing.py").read_text())
+    at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("hypothesis" in ast.unparse(node) for node in at_import)
 
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))

@@ -59,7 +59,7 @@ def test_budgets():
 
 @pytest.mark.parametrize("step_seconds", [0.0005, 0.005, 0.2])
 def test_a_purse_keeps_its_budget(step_seconds):
-    purse, elapsed, prices = Purse(0.02), 0.0, (0.00001, 0.0003, 0.004, 0.02)
+    purse, elapsed, prices = Purse(0.02), 0.0, (0.00001, 0.0003, 0.004, 0.008, 0.02)
     depths = []
     while elapsed < 60:
         depth = purse.choose(len(depths), elapsed)

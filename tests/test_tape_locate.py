@@ -1,4 +1,4 @@
-"""Planted origins of NaN and Inf: each must be named by operator, module and line; healthy infinities must be silent."""
+"""Planted origins of NaN and Inf are named by operator, module and line; healthy infinities are silent."""
 
 import math
 
@@ -97,6 +97,41 @@ def test_harmless_infinities_are_silent(healthy):
     tape, loss = taped(*tape_nans.build(healthy))
     assert math.isfinite(loss)
     assert find_first_bad_operation(tape) is None
+
+
+def test_forward_run_again_alone_is_enough_for_a_bad_output():
+    model, (ids, features, _) = tape_nans.build(tape_nans.LogZero)
+    stem = nn.ModuleDict({"tok": model.tok, "bad": model.bad})
+    stem.forward = lambda ids, features: stem["bad"](stem["tok"](ids) + features)
+    with record(names_of(stem)) as tape, torch.no_grad():
+        stem(ids, features)
+    bad = find_first_bad_operation(tape)
+    assert (bad.operator, bad.module, bad.reaches) == ("log", "bad", "the model's output")
+    with record(names_of(stem)) as tape, torch.no_grad():
+        stem["tok"](ids)
+    assert find_first_bad_operation(tape) is None
+
+
+def test_overflow_before_a_mask_is_not_blamed_on_the_softmax():
+    torch.manual_seed(0)
+    q = nn.Linear(4, 4)
+    with record(names_of(q)) as tape:
+        h = 300 * q(torch.randn(1, 3, 4) + 1).abs() + 100
+        scores = h.half() @ h.half().mT
+        mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        scores.masked_fill(mask, -math.inf).float().softmax(-1).sum().backward()
+    assert find_first_bad_operation(tape).operator == "bmm"
+
+
+def test_mask_that_reaches_the_loss_is_named():
+    torch.manual_seed(0)
+    head = nn.Linear(4, 5)
+    with record(names_of(head)) as tape:
+        logits = head(torch.randn(3, 4)).masked_fill(torch.arange(5) == 2, -math.inf)
+        nn.functional.cross_entropy(logits, torch.tensor([0, 2, 1])).backward()
+    bad = find_first_bad_operation(tape)
+    assert bad.operator == "nll_loss_forward"
+    assert bad.reaches == "the loss"
 
 
 def test_token_behind_a_bad_value_is_named():

@@ -1,4 +1,4 @@
-"""Wrong backwards of twenty kinds, each found in one taped step by class, module and line; the same written right is silent."""
+"""Wrong backwards of twenty kinds are found in one step by class, module and line; right ones are silent."""
 
 import inspect
 
@@ -42,11 +42,13 @@ def shadow_of(where=None, wrong=None, precision="float32"):
 
 KINDS = {
     tape_faults.GeluStaleCache: "stale activation", tape_faults.GeluTailUnwritten: "memory never written",
-    tape_faults.TanhRecomputedWrong: "recomputed differently", tape_faults.WorkspaceReused: "stale activation",
+    tape_faults.TanhRecomputedWrong: "recomputed differently", tape_faults.WorkspaceReused:
+    "stale activation",
 }  # fmt: skip
 PATTERNS = {
     tape_faults.LinearTransposed: "transposed", tape_faults.EmbeddingOffByOne: "shifted by one",
-    tape_faults.AttentionUnscaled: "2 × expected", tape_faults.AttentionDroppedHead: "zero at 3 of dimension 1",
+    tape_faults.AttentionUnscaled: "2 × expected", tape_faults.AttentionDroppedHead:
+    "zero at 3 of dimension 1",
     tape_faults.LinearNoBias: "no gradient comes back", tape_faults.ConvolutionFlipped: "reversed",
     tape_faults.CrossEntropySum: "× expected",
 }  # fmt: skip
@@ -81,7 +83,9 @@ def test_the_same_functions_written_right_are_right(precision):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("pair", [WRONG[0], WRONG[6], WRONG[8], WRONG[10], WRONG[15]], ids=lambda p: p[1].__name__)
+@pytest.mark.parametrize(
+    "pair", [WRONG[0], WRONG[6], WRONG[8], WRONG[10], WRONG[15]], ids=lambda p: p[1].__name__
+)
 def test_gross_mistakes_are_found_in_low_precision_too(pair, precision):
     answer = shadow_of(*pair, precision)
     assert [culprit.what for culprit in answer.culprits] == [pair[1].__name__]
@@ -163,7 +167,13 @@ def test_cut_path_is_named_with_its_line(name):
     cuts = {cut.parameter: cut for cut in answer.cuts}
     assert set(cuts) == {"first.weight", "first.bias"}
     assert cuts["first.weight"].line.file == __file__
-    words = {"detach": "detach", "data": "detach", "item": ".item()", "argmax": "argmax", "integer": "_to_copy"}
+    words = {
+        "detach": "detach",
+        "data": "detach",
+        "item": ".item()",
+        "argmax": "argmax",
+        "integer": "_to_copy",
+    }
     assert words.get(name, "") in cuts["first.weight"].how
 
 
@@ -259,6 +269,41 @@ def test_opaque_function_is_decided_by_finite_differences(slope, monkeypatch):
     assert any("NumpySine was called as it is" in note for note in answer.notes)
     if slope != 1.0:
         assert answer.culprits[0].what == "NumpySine"
+
+
+class KernelSine(torch.autograd.Function):
+    """Like a Triton or C++ kernel, it fills memory that PyTorch allocated, unseen by the dispatcher."""
+
+    written = None
+
+    @staticmethod
+    def forward(ctx, x):
+        import numpy
+
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        out.numpy()[..., : KernelSine.written] = numpy.sin(x.detach().numpy())[..., : KernelSine.written]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+@pytest.mark.parametrize("written", [None, -1], ids=["all", "all but the tail"])
+def test_kernel_that_fills_fresh_memory(written, monkeypatch):
+    monkeypatch.setattr(KernelSine, "written", written)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    with record(names_of(model)) as tape:
+        KernelSine.apply(model(torch.randn(5, 3))).square().mean().backward()
+    answer = shadow(tape)
+    assert answer.right == (written is None), str(answer)
+    assert any("KernelSine was called as it is" in note for note in answer.notes)
+    if written is not None:
+        assert answer.culprits[0].kind == "memory never written"
+        assert "5 of 20 elements" in answer.culprits[0].pattern
 
 
 def test_checkpoint_that_recomputes_other_dropout_is_found():

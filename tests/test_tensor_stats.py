@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from gradproof.kernels.tensor_stats import (
 )
 
 NAN, INF = math.nan, math.inf
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def by_hand(tensor, tiny):
@@ -141,3 +143,30 @@ def test_exponent_histogram_bins_by_power_of_two():
     assert {b: n for b, n in enumerate(counts.tolist()) if n} == {127: 2, 128: 1, 0: 2, 255: 2}
     assert exponent_histogram(torch.ones(100_001), sample=1000).sum() <= 1000
     assert exponent_histogram(torch.empty(0)).sum() == 0
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def stats(request):
+    """tensor_stats of the CPU, and of the GPU: on it, or in Triton's interpreter."""
+    if request.param == "cpu":
+        yield tensor_stats
+        return
+    kernel = pytest.importorskip("gradproof.kernels.triton_stats")
+    with np.errstate(all="ignore"):
+        yield lambda tensors: kernel.stats_on_gpu(
+            [t.reshape(-1).to(DEVICE) for t in tensors], 256, 32, 1
+        ).cpu()
+
+
+def test_both_devices_agree_on_a_model_of_odd_tensors(stats):
+    torch.manual_seed(1)
+    nasty = [torch.tensor(numbers).repeat(30) for numbers in SPECIAL.values()]
+    half = torch.randn(301).half()
+    half[:3] = torch.tensor([1e-7, 0.0, 6.2e-5])
+    others = [torch.randn(1000).double() * 1e-200, half, torch.randn(70).bfloat16(), torch.arange(-40, 90)]
+    empty = [torch.empty(0), torch.tensor([True, False, True]), torch.full((65,), NAN)]
+    unaligned = torch.randn(200)[1:]
+    tensors = [*nasty, *others, *empty, unaligned, torch.tensor([5e-324, 0.0, 2.2e-308], dtype=torch.float64)]
+    for row, tensor in zip(stats(tensors), tensors, strict=True):
+        floating = tensor.dtype.is_floating_point
+        assert_row_is_right(row, tensor, torch.finfo(tensor.dtype).tiny if floating else 0.0)

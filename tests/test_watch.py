@@ -13,7 +13,7 @@ import trainings
 from torch import nn
 
 import gradproof
-from gradproof.probes import modules, optimizer, session, tensors
+from gradproof.probes import ledger, modules, optimizer, parameters, session, tensors
 from gradproof.probes.schedule import Purse
 from gradproof.probes.watch import watch
 from gradproof.record.run import open_run
@@ -67,8 +67,9 @@ def test_it_changes_nothing(kind, schedule, tmp_path):
 
 
 PROBES = [
-    (session.Session, "_facts"),
-    (session.Session, "_describe_parameters"),
+    (parameters.Parameters, "of_optimizer"),
+    (parameters.Parameters, "describe"),
+    (ledger.Ledger, "add"),
     (tensors, "measure"),
     (tensors, "square_sums"),
     (tensors, "sample"),
@@ -92,7 +93,7 @@ def test_it_never_breaks_training(owner, name, tmp_path, monkeypatch):
     before = hooks_left()
     monkeypatch.setattr(owner, name, broken)
     with pytest.warns(UserWarning, match="gradproof stopped watching.*planted.*training goes on") as caught:
-        watched = train(trainings.mlp, tmp_path / "run")
+        watched = train(trainings.mlp, tmp_path / "run", schedule="all steps 0-3; light every step")
     assert len(caught) == 1
     assert watched[0] == plain[0] and hooks_left() == before
 
@@ -320,6 +321,50 @@ def test_grad_scaler_skips_are_steps_and_losses_are_unscaled(tmp_path):
     assert list(run.steps["order"]) == ["zbucs", "zbucx", "zbucs", "zbucs"]
     assert not np.isfinite(run.steps["grad_norm"][1])
     assert np.isfinite(run.steps["grad_norm"][[0, 2, 3]]).all()
+
+
+def test_a_fused_optimizer_unscales_and_skips_inside_its_own_step(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer_ = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    norms = []
+    with watch(model, optimizer_, out=tmp_path / "run", schedule="parameters steps 0-2; light every step"):
+        for step in range(6):
+            optimizer_.zero_grad()
+            loss = model(torch.randn(8, 4)).square().mean() * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            norms.append(
+                torch.cat([p.grad.flatten() for p in model.parameters()]).norm() / scaler.get_scale()
+            )
+            scaler.step(optimizer_)
+            scaler.update()
+    run = open_run(tmp_path / "run")
+    assert np.nan_to_num(run.steps["skipped"]).tolist() == [0, 1, 0, 0, 0, 0]
+    finite = [0, 2, 3, 4, 5]
+    np.testing.assert_allclose(run.steps["grad_norm"][finite], np.array(norms)[finite], rtol=1e-5)
+    per_tensor = run.table("gradient", "norm").values[0]
+    np.testing.assert_allclose(np.sqrt(np.square(per_tensor).sum()), norms[0], rtol=1e-5)
+    assert gradproof.diagnose(run).worst != "problem"
+
+
+def test_adams_state_can_be_measured_without_outputs(tmp_path):
+    train(trainings.mlp, tmp_path / "run", schedule="optimizer every step")
+    run = open_run(tmp_path / "run")
+    assert (
+        np.isfinite(run.table("adam_m", "norm").values).all() and len(run.table("adam_v", "norm").steps) == 8
+    )
+    assert np.isfinite(run.steps["grad_norm"]).all() and not run.numbers("output")
+
+
+def test_samples_are_the_entries_of_the_tensors():
+    several = [torch.arange(5.0), torch.arange(3000.0).reshape(3000, 1), torch.arange(12.0).reshape(3, 4).T]
+    rows = tensors.sample(several)
+    assert rows.shape == (3, tensors.SAMPLE) and rows[0, :5].tolist() == [0, 1, 2, 3, 4]
+    assert rows[0, 5:].isnan().all() and rows[1, :1000].tolist() == list(range(0, 3000, 3))
+    assert sorted(rows[2, :12].tolist()) == list(range(12))
+    mixed = tensors.sample([torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float64)])
+    assert mixed.dtype == torch.float32 and mixed.nansum() == 5
 
 
 def test_tuple_and_dict_outputs_and_modules_called_twice(tmp_path):

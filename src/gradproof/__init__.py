@@ -12,6 +12,13 @@ _HOME = {
     "watch": "gradproof.probes.watch",
     "diagnose": "gradproof.diagnosis.ranking",
     "open_run": "gradproof.record.run",
+    "cross_entropy": "gradproof.kernels.cross_entropy",
+    "linear_cross_entropy": "gradproof.kernels.linear_cross_entropy",
+    "check_gradient": "gradproof.check.gradient",
+    "check_module": "gradproof.check.module",
+    "check_backward": "gradproof.check.backward",
+    "compare": "gradproof.check.implementation",
+    "GradientMismatch": "gradproof.check.gradient",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import gradproof
 from gradproof.errors import UserError
@@ -47,6 +48,18 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
     parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rerun the script with the fix applied from outside: does it help?",
+    )
+    parser.add_argument(
+        "--fix", metavar="NAME=VALUE", help="apply a fix from outside, e.g. lr=0.1 or zero_grad=1"
+    )
+    parser.add_argument(
+        "--until", type=int, metavar="STEP", help="tape that one step, examine it, and end the script there"
+    )
+    parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
     parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
@@ -89,12 +102,55 @@ def run(args: argparse.Namespace) -> int:
         budget=budget,
         quiet=args.quiet,
         examiner=None if args.no_experiments else Examination,
+        fix=parse_fix(args.fix) if args.fix else None,
+        stop_after=args.steps,
+        until=args.until,
     )
+    if args.verify and outcome.rank == 0 and outcome.steps:
+        verify(outcome, args, words)
     exit_code = finish_run(outcome, words[0], args.json)
     if outcome.interrupted:
         sys.stdout.flush()
         script.die_by_interrupt()
     return exit_code
+
+
+def parse_fix(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value or 1)
+    except ValueError:
+        raise UserError(f"a fix is NAME=NUMBER, for example lr=0.1, not {text!r}") from None
+
+
+def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Rerun the script with the fix of each cause in turn, until one helps; what was shown goes into the run."""
+    import json
+    import subprocess
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from gradproof.diagnosis.fixes import compare_runs, find_intervention
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.record.run import open_run
+    from gradproof.record.schema import EVENTS_FILE, json_line
+
+    plain = open_run(outcome.path)
+    for cause in diagnose_run(plain).causes[:3]:
+        intervention = find_intervention(cause, plain)
+        if cause.level == "note" or intervention is None:
+            continue
+        out = Path(f"{outcome.path}.{intervention.name}")
+        command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--no-experiments", "--out", str(out)]
+        command += ["--fix", f"{intervention.name}={intervention.value:g}", "--steps", str(len(plain))]
+        command += ["-m", *words] if args.module is not None else list(words)
+        print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
+        subprocess.run(command, capture_output=True, check=False)
+        trial = compare_runs(cause.id, intervention.words, plain, open_run(out))
+        with open(outcome.path / EVENTS_FILE, "a", encoding="utf-8") as events:
+            events.write(json_line({"event": "trial", **json.loads(json_line(asdict(trial)))}) + "\n")
+        if trial.helped:
+            return
 
 
 def finish_run(outcome, name: str, json_file: str | None) -> int:
@@ -114,7 +170,13 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
         return outcome.exit_code
     if json_file:
         write_json(found.as_data(), json_file)
-    if outcome.steps:
+    if outcome.elsewhere:
+        print(
+            f"gradproof: {name} trained in processes that it started, {outcome.elsewhere} of which were watched; "
+            f"this is {outcome.path.name}",
+            file=sys.stderr,
+        )
+    if outcome.steps or outcome.elsewhere:
         print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
     problem = why_nothing_was_trained(outcome, name)
     if problem:
@@ -124,7 +186,7 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
 
 def why_nothing_was_trained(outcome, name: str) -> str | None:
     """One sentence about a script in which no optimizer stepped."""
-    if outcome.steps:
+    if outcome.steps or outcome.elsewhere:
         return None
     ended = f"raised {type(outcome.error).__name__}" if outcome.error else "ended"
     if outcome.backwards:
@@ -165,6 +227,74 @@ def diagnose(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_demo(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="plant a fault in a training script, diagnose it, and try the fix",
+        description="Plants one of the catalogue's faults in a small training script, runs it watched, diagnoses it, "
+        "and tries the fix. Without a name: a hand-written backward with a wrong sign.",
+        epilog="example: gradproof demo cascade-large-learning-rate",
+    )
+    parser.add_argument("fault", nargs="?", default=DEMO, help="a name, or a part of one (see --list)")
+    parser.add_argument("--list", action="store_true", help="the names of all faults")
+    parser.set_defaults(function=demo)
+
+
+DEMO = "custom_ops_autoencoder-gelu-sign"
+
+
+def demo(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from gradproof.faults.catalogue import FAULTS, plant
+
+    if args.list:
+        print("\n".join(f"{fault.name:48} {fault.family}" for fault in FAULTS))
+        return 0
+    fault = next((f for f in FAULTS if args.fault in f.name or args.fault in f.id), None)
+    if fault is None:
+        raise UserError(f"there is no fault {args.fault!r}; `gradproof demo --list` names them")
+    script = Path("runs") / "demo" / f"{fault.script}.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(plant(fault), encoding="utf-8")
+    for old, new in fault.edits:
+        print(f"planted in {script}:\n  - {_short(old)}\n  + {_short(new)}", file=sys.stderr)
+    return main(["run", "--verify", str(script)])
+
+
+def _short(text: str) -> str:
+    return " ⏎ ".join(line.strip() for line in text.strip().splitlines())[:100] or "(nothing)"
+
+
+def add_scoreboard(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "scoreboard",
+        help="plant every fault, and count how many are named rightly",
+        description="Runs every planted fault, every healthy twin and every healthy-but-odd training through "
+        "`gradproof run`, and prints top-1, top-3, places and false alarms.",
+        epilog="example: gradproof scoreboard --only 'lr-too|healthy' --jobs 2",
+    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="names or cause ids to run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", metavar="FILE", help="write the table to a file, too")
+    parser.set_defaults(function=scoreboard)
+
+
+def scoreboard(args: argparse.Namespace) -> int:
+    from gradproof.faults.scoreboard import render_scoreboard, score_all
+
+    def show(score) -> None:
+        mark = "ok  " if score.top1 else "top3" if score.top3 else "MISS"
+        print(f"{mark} {score.name} · {score.family} · said {score.said} · {score.seconds:.0f} s", flush=True)
+
+    table = render_scoreboard(score_all(args.only, args.jobs, show))
+    print(f"\n{table}", end="")
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as stream:
+            stream.write(table)
+    return 0
+
+
 def write_json(data: dict, file: str | None) -> None:
     """Standard JSON to a file, or to the terminal."""
     import json
@@ -182,5 +312,132 @@ def write_json(data: dict, file: str | None) -> None:
         raise UserError(f"cannot write {file}: {error}") from None
 
 
+def _find_function(spec: str) -> Callable:
+    """The function named by `module:function` or `path/file.py:function`."""
+    from importlib import import_module
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise UserError(f"{spec!r} does not name a function; write module:function or file.py:function")
+    try:
+        if place.endswith(".py"):
+            found = spec_from_file_location(Path(place).stem, place)
+            assert found is not None and found.loader is not None
+            module = module_from_spec(found)
+            found.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = import_module(place)
+    except (ImportError, FileNotFoundError) as error:
+        raise UserError(f"cannot import {place}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{place} has no function {name!r}")
+    return getattr(module, name)
+
+
+def add_check_loss(commands) -> None:
+    parser = commands.add_parser(
+        "check-loss",
+        help="run the test suite of a loss kernel on your cross-entropy",
+        description="Runs a cross-entropy through sizes, masks, extremes, layouts beside the float64 formula "
+        "and prints what failed, with the worst place. Called as loss(logits, targets), it returns the mean.",
+        epilog="example: gradproof check-loss torch.nn.functional:cross_entropy",
+    )
+    parser.add_argument("spec", metavar="FUNCTION", help="module:function or file.py:function")
+    parser.set_defaults(function=run_check_loss)
+
+
+def run_check_loss(args: argparse.Namespace) -> int:
+    from gradproof.kernels.loss_checks import render_outcomes, run_checks
+
+    outcomes = run_checks(_find_function(args.spec))
+    print(render_outcomes(outcomes))
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+def add_precision(commands) -> None:
+    parser = commands.add_parser(
+        "precision",
+        help="what summation order and format do to a softmax of V entries",
+        description="Prints the errors of a cross-entropy computed in different ways against a reference of "
+        "40 digits.",
+        epilog="example: gradproof precision --vocab 34,50257 --logits adversarial",
+    )
+    parser.add_argument("--vocab", default="34,2004,50257,131072", help="sizes, separated by commas")
+    parser.add_argument("--logits", default="realistic", help="realistic, peaked, adversarial or FILE.npy")
+    parser.add_argument("--out", type=Path, help="also write the table into this file")
+    parser.set_defaults(function=run_precision)
+
+
+def run_precision(args: argparse.Namespace) -> int:
+    import torch
+
+    from gradproof.kernels.cross_entropy import cross_entropy
+    from gradproof.numerics.precision import WAYS, compare_ways, make_logits, read_logits, render_errors
+
+    def ours(logits, target):
+        x = logits.clone().requires_grad_()
+        loss, lse = cross_entropy(x[None], torch.tensor([target]), return_lse=True)
+        loss.backward()
+        return torch.exp(lse[0] - logits.max()), loss.detach(), x.grad
+
+    if args.logits.endswith(".npy"):
+        rows = [read_logits(args.logits)]
+    else:
+        rows = [make_logits(args.logits, vocab) for vocab in _sizes(args.vocab)]
+    ways = (*WAYS, ("gradproof.cross_entropy", ours))
+    table = render_errors([errors for row in rows for errors in compare_ways(row, ways)])
+    print(table)
+    if args.out:
+        args.out.write_text(table + "\n")
+    return 0
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise UserError(f"--vocab {text} is not a list of sizes such as 34,50257")
+    return sizes
+
+
+def add_check(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="is this backward the derivative of its forward?",
+        description="Checks a gradient. NAME is a function, an autograd.Function, a module, or the common "
+        "part of a hand-written pair: NAME_forward(...) -> (out, cache) and NAME_backward(dout, cache).",
+        epilog="example: gradproof check kernels.py:attention --input 'float64[2,8,4]'. Without --input the "
+        "file's example_inputs is used: a tuple, a function that returns one, or a dict of them by NAME. "
+        "Exit code 0: right; 1: wrong; 2: could not be checked or decided.",
+    )
+    parser.add_argument("target", metavar="FILE.py:NAME")
+    parser.add_argument(
+        "--input", action="append", metavar="SPEC", help="float64[4,8] or int64[4]<50; repeatable"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs that --input draws")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.set_defaults(function=run_check)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    from gradproof.check.file import check_file
+
+    found = check_file(args.target, args.input, args.seed)
+    print(found.as_json() if args.json else found)
+    return found.exit_code
+
+
 # each adds its subparser and names the function that runs it
-COMMANDS = (add_run, add_diagnose)
+COMMANDS = (
+    add_run,
+    add_diagnose,
+    add_demo,
+    add_scoreboard,
+    add_check_loss,
+    add_precision,
+    add_check,
+)

@@ -38,6 +38,12 @@ class Finding:
     where: str | None = None
     step: int | None = None
     title: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)  # what a fix needs to know
+    tried: str = ""  # what trying the fix showed
+
+    def __str__(self) -> str:
+        place = f", at {self.where}" if self.where else ""
+        return f"{self.level}: {self.title or self.id}{place} ({self.confidence})"
 
     def as_data(self) -> dict[str, Any]:
         return {**asdict(self), "evidence": list(self.evidence)}
@@ -67,6 +73,9 @@ class Diagnosis:
     def worst(self) -> str | None:
         """The gravest level among the causes; None for a healthy run."""
         return min((cause.level for cause in self.causes), key=LEVELS.index, default=None)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.causes)) or "nothing is wrong that this record could show"
 
     def as_data(self) -> dict[str, Any]:
         return {

@@ -6,10 +6,12 @@ A confirmed experiment outranks any number of symptoms; without one, a cause is 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
+from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
 
@@ -29,6 +31,10 @@ PROOFS = (
 )
 
 
+# Symptoms that say: this training does not go well, whatever the reason.
+TROUBLE = ("nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling")
+
+
 def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     """What is wrong with a run, as far as its record tells; needs no torch.
 
@@ -38,18 +44,19 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     if not isinstance(run, Run):
         run = open_run(run)
     symptoms = [symptom for find in SYMPTOMS for symptom in find(run)]
-    verdicts = [event for event in run.events if event.get("event") == "verdict"]
-    found = [finding_of_verdict(v) for v in verdicts if v["verdict"] == "confirmed"]
+    troubled = any(symptom.name in TROUBLE for symptom in symptoms)
+    verdicts = last_verdicts(run)
+    found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
     excluded = {
         v["family"]: Exclusion(v["family"], v.get("reason", ""))
         for v in verdicts
-        if v["verdict"] == "excluded"
+        if v.get("verdict") == "excluded"
     }
-    found += findings_of_symptoms(symptoms, set(excluded))
+    found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
-        causes=rank(found),
+        causes=add_trials(rank(found), run),
         symptoms=tuple(sorted(symptoms, key=lambda s: LEVELS.index(s.level))),
         excluded=tuple(e for family, e in excluded.items() if family not in {f.family for f in found}),
         cost=run.info.get("cost", {}),
@@ -57,20 +64,55 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     )
 
 
-def finding_of_verdict(verdict: dict[str, Any]) -> Finding:
-    """What an experiment has confirmed."""
+def last_verdicts(run: Run) -> list[dict[str, Any]]:
+    """What each experiment said last about each family; what it called lasting stays said."""
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in run.events:
+        if event.get("event") != "verdict" or event.get("family") not in BY_FAMILY:
+            continue
+        key = (event.get("experiment", ""), event["family"])
+        before = last.get(key)
+        if not (before and before["verdict"] == "confirmed" and before.get("lasting")):
+            last[key] = event
+    return list(last.values())
+
+
+def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
+    """What an experiment has confirmed; what matters only in trouble is a note where there is none."""
     cause = BY_FAMILY[verdict["family"]]
+    level = verdict.get("level", "problem")
+    if verdict.get("if_troubled") and not troubled:
+        level = "note"
     return Finding(
         family=cause.family,
-        id=verdict["id"],
-        level=verdict.get("level", "problem"),
+        id=verdict.get("id") or cause.family,
+        level=level,
         confidence=verdict.get("confidence", "proven"),
         evidence=tuple(verdict.get("evidence", ())),
-        fix=verdict.get("fix") or cause.advice(verdict["id"]),
+        fix=verdict.get("fix") or cause.advice(verdict.get("id", "")),
         where=verdict.get("where"),
         step=verdict.get("step"),
         title=verdict.get("title") or cause.title,
+        numbers=verdict.get("numbers") or {},
     )
+
+
+def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Finding]:
+    """What the symptoms suggest, behind what is proven: beside a proven problem it is a consequence, not a cause."""
+    known = {finding.family for finding in proven}
+    fresh = [finding for finding in suspected if finding.family not in known]
+    if any(finding.level == "problem" and finding.confidence == "proven" for finding in [*proven, *fresh]):
+        fresh = [
+            replace(f, level="warning") if f.level == "problem" and f.confidence != "proven" else f
+            for f in fresh
+        ]
+    return [*proven, *fresh]
+
+
+def add_trials(causes: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
+    """Say with each cause what trying its fix has shown; a fix that did not help is not recommended."""
+    trials = {event["id"]: trial_of_event(event) for event in run.events if event.get("event") == "trial"}
+    return tuple(replace(c, tried=str(trials[c.id])) if c.id in trials else c for c in causes)
 
 
 def findings_of_symptoms(symptoms: list[Symptom], excluded: set[str]) -> list[Finding]:
@@ -87,6 +129,10 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
     family = id.partition("/")[0]
     cause = BY_FAMILY[family]
     level = min((symptom.level for symptom in seen), key=LEVELS.index)
+    fix = cause.advice(id)
+    step = next((symptom.step for symptom in seen if symptom.step is not None), None)
+    if id.endswith("/unlocated") and step is not None:  # the step was not taped: a second run can tape it
+        fix = f"`gradproof run --until {step} SCRIPT` tapes that step and names the operation; then {fix}"
     if any(symptom.name in PROOFS for symptom in seen):
         confidence = "proven"
     else:
@@ -97,9 +143,9 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
         level=level,
         confidence=confidence,
         evidence=tuple(str(symptom) for symptom in seen),
-        fix=cause.advice(id),
+        fix=fix,
         where=next((symptom.where for symptom in seen if symptom.where), None),
-        step=next((symptom.step for symptom in seen if symptom.step is not None), None),
+        step=step,
         title=cause.title,
     )
 

@@ -6,7 +6,7 @@ loss falls, a flat loss at its optimum, GradScaler's first skipped steps) is a n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -21,28 +21,24 @@ NORM, NAN, INF = (STATISTICS.index(name) for name in ("norm", "nan", "inf"))
 
 def nonfinite(run: Run) -> Iterator[Symptom]:
     """The first tensor that stops being finite. Everything after it is a consequence."""
-    steps, skipped = run.steps, np.nan_to_num(run.steps["skipped"])
-    loss = first_nonfinite(steps["loss"], run.seen["loss"])
-    norm = first_nonfinite(steps["grad_norm"], run.seen["grad_norm"] & (skipped == 0))
+    steps, counts = run.steps, ~harmlessly_skipped(run)
+    loss = first_nonfinite(steps["loss"], run.seen["loss"] & counts)
+    norm = first_nonfinite(steps["grad_norm"], run.seen["grad_norm"] & counts)
     rows = [row for row in (loss, norm) if row is not None]
     if not rows:
         return
     row = min(rows)
     step = int(steps["step"][row])
-    place = find_first_nonfinite_tensor(run, step)
-    forward = loss is not None and loss == row
+    forward = loss == row
     value = steps["loss"][row] if forward else steps["grad_norm"][row]
-    what = (
-        f"the loss is {value}"
-        if forward
-        else f"the loss is still {steps['loss'][row]:.4g}, the gradient {value}"
-    )
-    where, detail = None, ""
+    text = f"the loss is {value}" if forward else f"the gradient is {value}"
+    if not forward and np.isfinite(steps["loss"][row]):
+        text = f"the loss is still {steps['loss'][row]:.4g}, the gradient {value}"
+    place = find_first_nonfinite_tensor(run, step)
+    where = None
     if place is not None:
-        where, detail = (
-            f"{place[0]} of {place[1]}",
-            f"; first seen in the {place[0]} of {place[1]}: {place[2]}",
-        )
+        where = f"{place[0]} of {place[1]}"
+        text += f"; first seen in the {where}: {place[2]}"
     family = "forward-nonfinite" if forward else "backward-nonfinite"
     suspects: tuple[str, ...] = (
         f"{family}/unlocated",
@@ -51,22 +47,59 @@ def nonfinite(run: Run) -> Iterator[Symptom]:
     )
     if grew_before(run, row):
         suspects = ("lr-too-high/diverged", "exploding-signal/growing", f"{family}/unlocated")
-    yield Symptom("nonfinite", "problem", what + detail, step, where, suspects)
+    yield Symptom("nonfinite", "problem", text, step, where, suspects)
+
+
+def harmlessly_skipped(run: Run) -> np.ndarray:
+    """Rows that a GradScaler skipped and after which training went on: no weight has seen them."""
+    skipped = np.nan_to_num(run.steps["skipped"]) > 0
+    taken = np.flatnonzero(~skipped)
+    return skipped & (np.arange(len(skipped)) < (taken[-1] if len(taken) else 0))
 
 
 def find_first_nonfinite_tensor(run: Run, step: int) -> tuple[str, str, str] | None:
-    """Kind, name and counts of the first non-finite tensor in execution order, up to this step and at it."""
+    """Kind, name and counts of the tensor that was not finite first, in execution order, at this step.
+
+    What was not finite at an earlier step already did no harm there: −inf in a mask, a branch nobody takes.
+    """
+    harmless: set[int] = set()
     for frame in run.frames:
+        bad = frame.numbers[(frame.values[:, NAN] > 0) | (frame.values[:, INF] > 0)]
+        if frame.step < step:
+            harmless.update(bad.tolist())
+            continue
+        new = [int(number) for number in bad if number not in harmless]
         if frame.step > step:
-            break
-        bad = np.flatnonzero((frame.values[:, NAN] > 0) | (frame.values[:, INF] > 0))
-        if len(bad):
-            tensor = run.tensors[frame.numbers[bad[0]]]
-            nan, inf = (int(frame.values[bad[0], column]) for column in (NAN, INF))
-            size = int(np.prod(tensor["shape"])) if "shape" in tensor else None
-            counts = ", ".join(f"{n} {word}" for n, word in ((nan, "NaN"), (inf, "Inf")) if n)
-            return tensor["kind"].replace("_", " "), tensor["name"], counts + (f" of {size}" if size else "")
+            return None
+        if new:
+            number = first_in_execution(run, new)
+            return describe_nonfinite(run, number, frame.values[frame.numbers == number][0])
     return None
+
+
+def first_in_execution(run: Run, numbers: list[int]) -> int:
+    """Outputs and their gradients are recorded as they happen; of parameters, the last gets its gradient first."""
+    gradients = [number for number in numbers if run.tensors[number]["kind"] == "gradient"]
+    return gradients[-1] if gradients and numbers[0] == gradients[0] else numbers[0]
+
+
+def describe_nonfinite(run: Run, number: int, values: np.ndarray) -> tuple[str, str, str]:
+    tensor = run.tensors[number]
+    size = int(np.prod(tensor["shape"])) if "shape" in tensor else None
+    counts = ", ".join(f"{int(values[c])} {word}" for c, word in ((NAN, "NaN"), (INF, "Inf")) if values[c])
+    return tensor["kind"].replace("_", " "), tensor["name"], counts + (f" of {size}" if size else "")
+
+
+def steps_skipped(run: Run) -> Iterator[Symptom]:
+    """A GradScaler that skips more steps than it takes; its first few skips only find the scale."""
+    skipped = np.nan_to_num(run.steps["skipped"]) > 0
+    if len(skipped) < 20 or skipped[10:].mean() < 0.5:
+        return
+    scale = run.steps["loss_scale"][np.isfinite(run.steps["loss_scale"])]
+    text = f"the GradScaler skipped {int(skipped.sum())} of {len(skipped)} steps"
+    text += f"; its scale has fallen to {scale[-1]:g}" if len(scale) else ""
+    suspects = ("low-precision-error/overflow", "forward-nonfinite/unlocated")
+    yield Symptom("steps_skipped", "problem", text, int(np.flatnonzero(skipped)[0]), None, suspects)
 
 
 def grew_before(run: Run, row: int) -> bool:
@@ -88,20 +121,34 @@ def loss_fell(run: Run) -> bool:
 
 def loss_not_improving(run: Run) -> Iterator[Symptom]:
     """The loss ends where it began, or higher."""
+    several = len(list(tracks(run))) > 1
     for track in tracks(run):
         found = trend(track.loss)
-        if found is None or found.points < 30 or found.fell:
+        if found is None or found.points < 30 or found.fell or at_optimum(track):
             continue
         numbers = f"{found.first:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
         if found.rose:
-            yield _of(
-                track, "loss_rising", "problem", f"the loss rises: {numbers}", ("lr-too-high/diverged",)
-            )
-        elif not at_optimum(track):
+            # of two players, one may lose what the other wins
+            name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
+            yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
+        else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
-            yield _of(
-                track, "loss_not_improving", "warning", f"the loss does not improve: {numbers}", suspects
-            )
+            name, level = ("player_standing", "note") if several else ("loss_not_improving", "warning")
+            yield _of(track, name, level, f"the loss does not improve: {numbers}", suspects)
+
+
+def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
+    """A loss that falls, but by so little that nobody would call it training."""
+    for track in tracks(run):
+        found = trend(track.loss)
+        if found is None or found.points < 50 or not found.fell or found.start <= 0:
+            continue
+        start = min(found.start, found.first)
+        share = (start - found.last) / start
+        if share < 0.05 and not at_optimum(track):
+            numbers = f"{start:.4g} to {found.last:.4g}"
+            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
+            yield _of(track, "loss_hardly_falling", "note", text, ())
 
 
 def at_optimum(track: Track) -> bool:
@@ -120,9 +167,16 @@ def loss_oscillating(run: Run) -> Iterator[Symptom]:
         moves = np.diff(values)
         turns = float(np.mean(np.sign(moves[1:]) != np.sign(moves[:-1])))
         size = float(np.median(np.abs(moves))) / (abs(float(np.median(values))) + 1e-12)
-        if turns > 0.6 and size > 0.05:
+        # batches drawn at random turn 2 times in 3 and do not remember; an overshooting step swings back
+        if turns > 0.8 and swings_back(values) and size > 0.05:
             text = f"the loss swings by {100 * size:.0f} % from step to step and stays at {np.median(values):.4g}"
             yield _of(track, "loss_oscillating", "warning", text, ("lr-too-high/overshoot",))
+
+
+def swings_back(values: np.ndarray) -> bool:
+    """What is above the middle at one step is below it at the next: correlation under −0.5."""
+    centred = np.clip(values, *np.percentile(values, (5, 95))) - np.median(values)
+    return bool(np.sum(centred[1:] * centred[:-1]) < -0.5 * np.sum(centred * centred))
 
 
 def loss_spike(run: Run) -> Iterator[Symptom]:
@@ -134,9 +188,7 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
             text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
-            yield _of(
-                track, "loss_spike", "note", text, ("lr-too-high/spike", "input-or-target-scale/batch"), step
-            )
+            yield _of(track, "loss_spike", "note", text, ("lr-too-high/spike",), step)
 
 
 def clipped_always(run: Run) -> Iterator[Symptom]:
@@ -149,48 +201,44 @@ def clipped_always(run: Run) -> Iterator[Symptom]:
     if rate < 0.98:
         return
     kept = float(np.median(limit[known] / before[known]))
-    fell = loss_fell(run)
     text = f"clipped at {100 * rate:.0f} % of {known.sum()} steps, to {100 * kept:.3g} % of the gradient's length"
     suspects = ("grad-clip-misuse/limit-too-small",) if kept < 0.01 else ()
-    level = "note" if fell and kept > 0.01 else "warning"
+    level = "note" if loss_fell(run) else "warning"
     yield Symptom("clipped_always", level, text, None, None, suspects)
 
 
 def gradient_flow(run: Run) -> Iterator[Symptom]:
     """Gradients that grow or die on their way from the output to the first layer."""
-    flow = gradient_ratios(run)
-    if flow is None:
-        return
-    names, ratios, output = flow
-    low, high = int(np.argmin(ratios)), int(np.argmax(ratios))
-    if ratios[high] > 1e3:
-        text = f"the gradient of {names[high]} is {ratios[high]:.3g} times that of {output}, the last layer"
-        yield Symptom("exploding_gradients", "warning", text, None, names[high], ("exploding-signal/depth",))
-    if ratios[low] < 1e-4:
-        text = f"the gradient of {names[low]} is {ratios[low]:.3g} of that of {output}, the last layer"
-        yield Symptom("vanishing_gradients", "warning", text, None, names[low], ("vanishing-signal/depth",))
+    level = "note" if loss_fell(run) else "warning"
+    for number in sorted({p["optimizer"] for p in _parameters(run) if p["optimizer"] is not None}):
+        flow = gradient_ratios(run, number)
+        if flow is None:
+            continue
+        names, ratios = flow
+        low, high, last = int(np.argmin(ratios)), int(np.argmax(ratios)), names[-1]
+        if ratios[high] > 1e3:
+            text = f"the gradient of {names[high]} is {ratios[high]:.3g} times that of {last}, the last layer"
+            yield Symptom("exploding_gradients", level, text, None, names[high], ("exploding-signal/depth",))
+        if ratios[low] < 1e-4:
+            text = f"the gradient of {names[low]} is {ratios[low]:.3g} of that of {last}, the last layer"
+            yield Symptom("vanishing_gradients", level, text, None, names[low], ("vanishing-signal/depth",))
 
 
-def gradient_ratios(run: Run) -> tuple[list[str], np.ndarray, str] | None:
-    """Typical size of an entry of each matrix's gradient, relative to the last one's: names, ratios, the last."""
+def gradient_ratios(run: Run, optimizer: int = 0) -> tuple[list[str], np.ndarray] | None:
+    """Typical size of an entry of each matrix's gradient, relative to the last one's, over an optimizer's matrices."""
     table = run.table("gradient", "norm")
-    sizes = {p["name"]: p["shape"] for p in run.info.get("parameters", [])}
+    sizes = {p["name"]: p["shape"] for p in _parameters(run) if p["optimizer"] == optimizer}
     matrices = [j for j, name in enumerate(table.names) if len(sizes.get(name, ())) >= 2]
-    if len(matrices) < 3 or not len(table.steps):
+    if len(matrices) < 3 or len(table.steps) < 3:
         return None
-    with np.errstate(all="ignore"):
-        count = np.array([np.prod(sizes[table.names[j]]) for j in matrices], dtype=float)
-        typical = _median_over_steps(table.values[:, matrices]) / np.sqrt(count)
-    ratios = (
-        typical / typical[-1]
-        if np.isfinite(typical[-1]) and typical[-1] > 0
-        else np.full(len(matrices), np.nan)
-    )
-    known = np.isfinite(ratios) & (ratios > 0)
-    if known.sum() < 3:
+    count = np.array([np.prod(sizes[table.names[j]]) for j in matrices], dtype=float)
+    typical = _median_over_steps(table.values[:, matrices]) / np.sqrt(np.maximum(count, 1))
+    known = np.isfinite(typical) & (typical > 0)  # a gradient of exactly zero is another story: never_changed
+    if known.sum() < 3 or not known[-1]:
         return None
-    names = [table.names[j] for j, ok in zip(matrices, known, strict=True) if ok]
-    return names, ratios[known], table.names[matrices[-1]]
+    return [table.names[j] for j, ok in zip(matrices, known, strict=True) if ok], (typical / typical[-1])[
+        known
+    ]
 
 
 def gradient_growing(run: Run) -> Iterator[Symptom]:
@@ -203,45 +251,73 @@ def gradient_growing(run: Run) -> Iterator[Symptom]:
         return
     early = float(np.median(norm[: max(3, len(norm) // 10)]))
     peak = int(np.argmax(norm))
-    if early > 0 and norm[peak] > 1e3 * early and not loss_fell(run):
+    # one large gradient is a spike; growth is many of them, or the run's last word
+    lasting = np.mean(norm > 1e2 * early) > 0.05 or peak >= len(norm) - 3
+    if early > 0 and norm[peak] > 1e3 * early and lasting and not loss_fell(run) and not _all_at_optimum(run):
         text = f"the gradient norm grows from {early:.3g} to {norm[peak]:.3g}"
         yield Symptom(
             "gradient_growing", "problem", text, int(steps[peak]), None, ("exploding-signal/growing",)
         )
 
 
+def outside_optimizer(run: Run) -> Iterator[Symptom]:
+    """Parameters that want a gradient and that no optimizer has; what someone else changes is left alone."""
+    parameters = _parameters(run)
+    outside = [p for p in parameters if p["optimizer"] is None and p.get("changed") is not True]
+    if len(run) < 3 or len(outside) == len(parameters):
+        return
+    suspects = ("param-not-updated/not-in-optimizer",)
+    reached = [p for p in outside if p.get("gradient")]
+    if reached:
+        text = f"no optimizer has {_names(reached)}, though gradients arrive there"
+        yield Symptom("not_in_optimizer", "problem", text, None, reached[0]["name"], suspects)
+    idle = [p for p in outside if not p.get("gradient")]
+    if idle:  # a target network, a teacher, a part that is not used
+        text = f"no optimizer has {_names(idle)}, and no gradient arrives there"
+        yield Symptom("idle_parameters", "note", text, None, idle[0]["name"], suspects)
+
+
 def never_changed(run: Run) -> Iterator[Symptom]:
-    """Parameters that want to be trained and never move."""
-    parameters = [p for p in run.info.get("parameters", []) if p.get("trainable")]
-    outside = [p for p in parameters if p["optimizer"] is None]
-    if outside and len(outside) < len(parameters) and len(run) >= 3:
-        text = f"{_names(outside)} want a gradient, but no optimizer has them"
-        yield Symptom(
-            "not_in_optimizer",
-            "problem",
-            text,
-            None,
-            outside[0]["name"],
-            ("param-not-updated/not-in-optimizer",),
-        )
-    inside = [p for p in parameters if p["optimizer"] is not None]
+    """Parameters that an optimizer has and that never move."""
+    inside = [p for p in _parameters(run) if p["optimizer"] is not None]
     still = [p for p in inside if p.get("changed") is False]
-    if still and len(run) >= 3:
-        no_gradient = [p for p in still if not p.get("gradient")]
-        with_gradient = [p for p in still if p.get("gradient")]
-        if no_gradient:
-            level = "warning" if len(no_gradient) < len(inside) else "problem"
-            text = f"{_names(no_gradient)} never got a gradient in {len(run)} steps"
-            possible = ("param-not-updated/no-gradient", "detached-graph/cut")
-            yield Symptom("no_gradient", level, text, None, no_gradient[0]["name"], possible)
-        if with_gradient and not learning_rate_is_zero(run):
-            text = f"{_names(with_gradient)} get gradients and are stepped, but keep their first values bit for bit"
-            suspects = (
-                "param-not-updated/no-change",
-                "lr-too-low/tiny-updates",
-                "low-precision-error/lost-updates",
-            )
-            yield Symptom("never_changed", "problem", text, None, with_gradient[0]["name"], suspects)
+    if not still or len(run) < 3:
+        return
+    no_gradient = [p for p in still if not p.get("gradient")]
+    with_gradient = [p for p in still if p.get("gradient")]
+    if no_gradient:
+        level = "warning" if len(no_gradient) < len(inside) else "problem"
+        text = f"{_names(no_gradient)} never got a gradient in {len(run)} steps"
+        possible = ("param-not-updated/no-gradient", "detached-graph/cut")
+        yield Symptom("no_gradient", level, text, None, no_gradient[0]["name"], possible)
+    if with_gradient and not learning_rate_is_zero(run):
+        # a bias in front of a normalisation has no effect: its gradient is rounding noise that moves nothing
+        matters = any(len(p["shape"]) >= 2 for p in with_gradient)
+        level = "problem" if len(with_gradient) == len(inside) else "warning" if matters else "note"
+        text, suspects = explain_standstill(run, with_gradient)
+        yield Symptom("never_changed", level, text, None, with_gradient[0]["name"], suspects)
+
+
+def explain_standstill(run: Run, still: list[dict]) -> tuple[str, tuple[str, ...]]:
+    """Why parameters that are stepped keep their values: a gradient of zero, too few digits, too short a step."""
+    names = {p["name"] for p in still}
+    table = run.table("gradient", "absmax")
+    columns = [j for j, name in enumerate(table.names) if name in names]
+    measured = table.values[:, columns][np.isfinite(table.values[:, columns])]
+    if measured.size and (measured == 0).all():
+        text = f"the gradient of {_names(still)} is exactly zero at every measured step"
+        return text, ("dead-activation/units", "bad-init/zeros", "vanishing-signal/depth")
+    text = f"gradients arrive at {_names(still)} and the optimizer steps, but every bit stays as it was"
+    if all(p.get("dtype") in ("bfloat16", "float16") for p in still):
+        return f"{text} ({still[0]['dtype']})", (
+            "low-precision-error/lost-updates",
+            "lr-too-low/tiny-updates",
+        )
+    return text, (
+        "lr-too-low/tiny-updates",
+        "param-not-updated/no-change",
+        "low-precision-error/lost-updates",
+    )
 
 
 def learning_rate_is_zero(run: Run) -> bool:
@@ -264,47 +340,57 @@ def learning_rate(run: Run) -> Iterator[Symptom]:
 
 def order_of_calls(run: Run) -> Iterator[Symptom]:
     """zero_grad, backward, clip and step in an order that undoes what was meant."""
-    orders = run.steps["order"]
-    if len(orders) < 5:
+    orders, norms = run.steps["order"][1:], run.steps["grad_norm"][1:]  # the first step follows no other
+    if len(orders) < 4:
         return
-    body = orders[1:]  # the first step follows no other
-    share = {
-        name: float(np.mean([test(order) for order in body]))
-        for name, test in (
-            ("stale", lambda o: "g" in o),
-            ("zeroed", lambda o: "b" in o and "z" in o[o.rindex("b") :]),
-            ("late clip", lambda o: o.lstrip("lz")[:1] in ("c", "v")),
-        )
-    }
-    if share["stale"] > 0.9:
+    if _share("g" in o for o in orders) > 0.9:
         text = "the gradients of the step before are still there when backward begins: every step adds to all before it"
         yield Symptom("stale_gradient", "problem", text, 1, None, ("zero-grad-error/never-cleared",))
-    if share["zeroed"] > 0.9:
+    if _share(zeroed_before_step(o) and not n > 0 for o, n in zip(orders, norms, strict=True)) > 0.9:
         text = "zero_grad is called between backward and step: the optimizer never sees the gradient"
         yield Symptom("zeroed_before_step", "problem", text, 0, None, ("zero-grad-error/before-step",))
-    if share["late clip"] > 0.9:
+    if _share(clipped_after_step(o) for o in orders) > 0.9:
         text = "the gradient is clipped after the optimizer has stepped: the clip changes nothing"
         yield Symptom("late_clip", "problem", text, 0, None, ("grad-clip-misuse/after-step",))
-    scaled = np.isfinite(run.steps["loss_scale"]) & (run.steps["loss_scale"] > 1)
-    early = [("c" in o or "v" in o) and "u" not in o for o in orders]
-    if scaled.mean() > 0.9 and float(np.mean(early)) > 0.9:
-        scale = float(np.nanmedian(run.steps["loss_scale"]))
-        text = f"the gradient is clipped while it still carries the loss scale of {scale:g}"
+    scale = run.steps["loss_scale"]
+    if _share(scale > 1) > 0.9 and _share(clipped_while_scaled(o) for o in orders) > 0.9:
+        text = f"the gradient is clipped while it still carries the loss scale of {np.nanmedian(scale):g}"
         yield Symptom("clip_before_unscale", "problem", text, 0, None, ("grad-clip-misuse/before-unscale",))
+
+
+def zeroed_before_step(order: str) -> bool:
+    """A zero_grad between the last backward and the first step after it."""
+    after = order[order.rindex("b") :] if "b" in order else ""
+    return "z" in after.partition("s")[0]
+
+
+def clipped_after_step(order: str) -> bool:
+    """The clip comes before any backward of its step, so it was meant for the step before; and none comes later."""
+    before, _, after = order.partition("b")
+    clips = {"c", "v"}
+    return "b" in order and bool(clips & set(before)) and not clips & set(after)
+
+
+def clipped_while_scaled(order: str) -> bool:
+    """A clip before the unscaling; the scaler's own step unscales, too, but then it is late."""
+    return bool({"c", "v"} & set(order.partition("u")[0]))
 
 
 def dead_units(run: Run) -> Iterator[Symptom]:
     """Units that put out the same number for every sample, at every measured step."""
     table = run.table("output", "dead")
-    kinds = {t["name"]: t.get("module", "") for t in run.tensors if t["kind"] == "output"}
+    outputs = {t["name"]: t for t in run.tensors if t["kind"] == "output"}
     if len(table.steps) < 3:
         return
-    with np.errstate(all="ignore"):
-        always = _min_over_steps(table.values)
-    for name, share in zip(table.names, always, strict=True):
-        if np.isfinite(share) and share >= 0.5 and kinds[name] in ACTIVATIONS:
-            text = f"{100 * share:.0f} % of the units of {name} ({kinds[name]}) put out one number for the whole batch"
-            level = "problem" if share > 0.95 else "warning"
+    learns = loss_fell(run)
+    for name, share in zip(table.names, _min_over_steps(table.values), strict=True):
+        kind, shape = outputs[name].get("module", ""), outputs[name].get("shape", [1])
+        samples = np.prod(shape) / max(1, shape[1 if len(shape) >= 4 else -1])
+        if share >= 0.5 and kind in ACTIVATIONS and samples >= 8:  # of few samples, many units see none
+            text = (
+                f"{100 * share:.0f} % of the units of {name} ({kind}) put out one number for the whole batch"
+            )
+            level = "note" if learns else "problem" if share > 0.95 else "warning"
             yield Symptom("dead_units", level, text, None, name, ("dead-activation/units",))
 
 
@@ -324,13 +410,13 @@ ACTIVATIONS = (
 def update_ratio(run: Run) -> Iterator[Symptom]:
     """Steps far too small or too large for the weights they change."""
     ratios = update_ratios(run)
-    if ratios is None or len(run) < 20 or loss_fell(run):
+    if ratios is None or len(run) < 20 or loss_fell(run) or _all_at_optimum(run):
         return
     names, values = ratios
     typical = float(np.median(values))
     worst = int(np.argmax(values))
-    if typical < 1e-7:
-        text = f"a step changes the weights by {typical:.1e} of their size: nothing will move in thousands of steps"
+    if typical < 1e-6:
+        text = f"a step changes the weights by {typical:.1e} of their size: a thousand steps move nothing"
         yield Symptom("tiny_updates", "warning", text, None, None, ("lr-too-low/tiny-updates",))
     elif typical > 0.1:
         text = f"each step changes the weights by {100 * typical:.0f} % of their size (most: {names[worst]})"
@@ -359,11 +445,26 @@ def adam_epsilon(run: Run) -> Iterator[Symptom]:
         return
     last = _last_over_steps(table)
     share = float(np.mean(last[np.isfinite(last)])) if np.isfinite(last).any() else 0.0
-    if share > 0.5:
+    if share > 0.5 and not _all_at_optimum(run):
+        level = "note" if loss_fell(run) else "warning"
         text = f"Adam's ε is larger than √v for {100 * share:.0f} % of the entries"
         yield Symptom(
-            "adam_epsilon", "warning", text, None, None, ("optimizer-config/eps", "vanishing-signal/tiny")
+            "adam_epsilon", level, text, None, None, ("optimizer-config/eps", "vanishing-signal/tiny")
         )
+
+
+def _parameters(run: Run) -> list[dict]:
+    """What run.json says about each parameter that wants a gradient."""
+    return [p for p in run.info.get("parameters", []) if p.get("trainable")]
+
+
+def _all_at_optimum(run: Run) -> bool:
+    return all(at_optimum(track) for track in tracks(run))
+
+
+def _share(truths: Iterable[bool]) -> float:
+    found = [bool(truth) for truth in truths]
+    return sum(found) / len(found) if found else 0.0
 
 
 def _median_over_steps(values: np.ndarray) -> np.ndarray:
@@ -387,17 +488,25 @@ def _of(
 
 
 def _names(parameters: list[dict]) -> str:
+    """Up to three names; of more, how many there are and in which parts of the model."""
     names = [p["name"] for p in parameters]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if len(names) <= 3:
+        return ", ".join(names)
+    parts = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    more = f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
+    return f"{len(names)} tensors of {', '.join(parts[:4])}{more}"
 
 
 SYMPTOMS = (
     nonfinite,
+    steps_skipped,
     order_of_calls,
+    outside_optimizer,
     never_changed,
     learning_rate,
     gradient_growing,
     loss_not_improving,
+    loss_hardly_falling,
     loss_oscillating,
     loss_spike,
     gradient_flow,

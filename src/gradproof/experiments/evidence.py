@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradproof.experiments.flow import Flow
 from gradproof.tape.operations import Operation, Slot, Tape
 from gradproof.tape.replay import Replay, replay_exactly, replay_forward
 from gradproof.tape.roles import Roles, find_roles
@@ -39,6 +41,7 @@ class Verdict:
     confidence: str = "proven"
     if_troubled: bool = False
     lasting: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)  # what a fix from outside needs to know
 
 
 def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:
@@ -62,6 +65,7 @@ class Evidence:
     models: dict[str, nn.Module]  # by variable name; "" for the only one
     optimizers: list[torch.optim.Optimizer]
     losses: Sequence[float]  # of all steps so far
+    directory: Path | None = None  # of the run, for what is worth keeping
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key
@@ -69,6 +73,11 @@ class Evidence:
     @cached_property
     def roles(self) -> Roles:
         return find_roles(self.tape)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """Where the network ends and the loss begins."""
+        return Flow(self.tape, self.forward)
 
     @cached_property
     def shadow(self) -> Shadow:

@@ -11,29 +11,57 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gradproof.experiments.activations import are_predictions_stuck, do_units_respond
+from gradproof.experiments.accumulation import do_micro_batches_add_up
+from gradproof.experiments.activation import does_the_output_fit_the_loss
+from gradproof.experiments.alignment import do_targets_line_up
+from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
+from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.normalisation import does_normalisation_help
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
+from gradproof.experiments.positions import which_positions_count
 from gradproof.experiments.precision import is_it_precision
+from gradproof.experiments.samples import are_samples_independent
+from gradproof.experiments.scale import are_numbers_of_a_fitting_size
+from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
-from gradproof.experiments.start import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.start import where_does_the_loss_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
+from gradproof.experiments.targets import do_targets_belong_to_inputs
+from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.units import are_predictions_stuck, do_units_respond
+from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
 # glances look at every taped step and must be quick; experiments run at landmarks and in trouble
-GLANCES: tuple[Experiment, ...] = (where_was_it_born, is_it_in_train_mode)
+GLANCES: tuple[Experiment, ...] = (where_was_it_born, do_batches_differ, is_it_in_train_mode)
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
     is_the_step_too_long_or_short,
+    do_shapes_meet,
+    does_the_output_fit_the_loss,
+    do_targets_line_up,
+    do_targets_belong_to_inputs,
+    does_it_see_the_future,
+    is_a_view_in_place_of_a_transpose,
+    are_samples_independent,
+    where_does_attention_look,
+    which_positions_count,
+    is_the_loss_the_right_way_up,
+    are_terms_weighed_alike,
+    do_micro_batches_add_up,
+    are_numbers_of_a_fitting_size,
+    where_does_the_loss_start,
     does_the_optimizer_hold_everything,
     is_a_path_cut,
     are_units_all_the_same,
@@ -64,7 +92,13 @@ class Examination:
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
         session = self._session
         evidence = Evidence(
-            tape, step, dict(session.names.roots), session.optimizers, session.losses, self._memory
+            tape=tape,
+            step=step,
+            models=dict(session.names.roots),
+            optimizers=session.optimizers,
+            losses=session.losses,
+            directory=None if self._writer.broken else self._writer.path,
+            memory=self._memory,
         )
         for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
             self._run(experiment, evidence)

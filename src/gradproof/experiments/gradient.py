@@ -21,15 +21,24 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
     if step_is_nonfinite(evidence):
         return
     found = evidence.shadow
-    for culprit in found.culprits:
-        id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
-        lines = [line.strip() for line in str(culprit).splitlines()]
-        yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
     if found.culprits:
+        culprit = found.culprits[0]
+        lines = [line.strip() for line in str(culprit).splitlines()]
+        others = {other.module for other in found.culprits[1:] if other.what == culprit.what} - {
+            culprit.module,
+            "",
+        }
+        if others:
+            lines.append(f"the same in {', '.join(sorted(others))}")
+        id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
+        yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
         return
-    stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
+    # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
+    idle = names_without_optimizer(evidence)
+    stepped = {evidence.tape.slots[slot].name for slot in evidence.tape.stepped}
     for mismatch in found.accumulation:
-        if mismatch.parameter in stepped and (id := accumulated_wrongly(mismatch.how)):
+        id = accumulated_wrongly(mismatch.how)
+        if id and mismatch.parameter not in idle and (not stepped or mismatch.parameter in stepped):
             yield confirmed(id, str(mismatch), where=mismatch.parameter)
             break
     wrong = [p for p in found.parameters if p.verdict == "wrong"]
@@ -37,6 +46,16 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         yield undecided("wrong-gradient", str(wrong[0]))
     elif found.right and found.worst is not None and not found.notes:
         yield excluded("wrong-gradient", f"every gradient agrees with float64 to {found.worst.error:.0e}")
+
+
+def names_without_optimizer(evidence: Evidence) -> set[str]:
+    trained = {id(p) for o in evidence.optimizers for group in o.param_groups for p in group["params"]}
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, model in evidence.models.items()
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in trained
+    }
 
 
 def accumulated_wrongly(how: str) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from gradproof.errors import UserError
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.tape.bundle import write_bundle
 from gradproof.tape.locate import FirstBad, find_first_bad_operation
 from gradproof.tape.operations import Line
 
@@ -26,7 +30,34 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     if bad.scaled:  # a GradScaler skips this step: that is its work
         return
     evidence.memory["located"] = True
-    yield verdict_of(bad)
+    found = verdict_of(bad)
+    if diverged(
+        evidence.losses
+    ):  # the numbers grew until they overflowed: this is the end of the story, not its cause
+        found = replace(found, level="note")
+    bundle = keep_for_later(evidence, bad)
+    if bundle:
+        found = replace(found, evidence=(*found.evidence, f"reproduce  python {bundle}/reproduce.py"))
+    yield found
+
+
+def keep_for_later(evidence: Evidence, bad: FirstBad) -> Path | None:
+    """The bad operation with its operands, beside the run: it can be looked at without the model or the data."""
+    if evidence.directory is None or bad.kind != "operation":
+        return None
+    try:
+        return write_bundle(evidence.tape, bad, evidence.directory / "first_bad_operation")
+    except (UserError, OSError, ImportError):
+        return None
+
+
+def diverged(losses: Sequence[float]) -> bool:
+    """The loss had grown a hundredfold over its usual size before it stopped being finite."""
+    finite = [abs(loss) for loss in losses if math.isfinite(loss)]
+    if len(finite) < 3:
+        return False
+    usual = sorted(finite)[len(finite) // 2] if len(finite) > 8 else finite[0]
+    return finite[-1] > 100 * usual + 1e-12 or max(finite[-3:]) > 100 * finite[0] + 1e-12
 
 
 def step_is_nonfinite(evidence: Evidence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 
@@ -11,44 +12,72 @@ SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)
 FAR = (10.0, 100.0, 1000.0)
 
 
+@dataclass(frozen=True)
+class Probe:
+    """The loss along one step: at its start, and at shares of its length."""
+
+    step: int
+    start: float
+    losses: dict[float, float]
+
+    @property
+    def overshoots(self) -> bool:
+        """Downhill at first, and up again, above the start, at the end."""
+        end = self.losses[1.0]
+        up = end > self.start + 1e-5 * abs(self.start) + 1e-9 or not math.isfinite(end)
+        return up and any(self.losses[share] < self.start - 1e-7 * abs(self.start) for share in (0.01, 0.1))
+
+    @property
+    def best(self) -> float:
+        """The share of the step at which this batch's loss is least."""
+        return min(
+            SHARES, key=lambda share: self.losses[share] if math.isfinite(self.losses[share]) else math.inf
+        )
+
+    def __str__(self) -> str:
+        text = ", ".join(f"{self.losses[share]:.4g} at {share:g}" for share in SHARES)
+        return f"the loss along step {self.step} as it was taken: {self.start:.4g} at 0, {text}"
+
+
 def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
-    """Too long: the loss falls for a small part of the step and has risen at its end. Too short: it still falls at a
-    hundred times the step."""
+    """Too long: at half or more of the taped steps the loss falls for a small part of the step and has risen at its
+    end. Too short: it still falls at a hundred times the step."""
     if not evidence.updates:
         return
     start = evidence.loss_at({})
     if not math.isfinite(start):
         return
-    losses = {share: evidence.loss_at(evidence.moved(share)) for share in SHARES}
-    history = evidence.memory.setdefault("line probe", [])
-    gained = start - losses[1.0]
-    best = max(SHARES, key=lambda share: start - losses[share] if math.isfinite(losses[share]) else -math.inf)
-    slack = 1e-5 * abs(start) + 1e-9
-    overshoots = losses[1.0] > start + slack or not math.isfinite(losses[1.0])
-    downhill = any(losses[share] < start - 1e-7 * abs(start) for share in (0.01, 0.1))
-    history.append({"step": evidence.step, "overshoots": overshoots and downhill, "rise": -gained})
-    text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in SHARES)
-    line = f"the loss along the step taken: {start:.4g} at 0, {text}"
-    recent = history[-3:]
-    if sum(entry["overshoots"] for entry in recent) >= min(2, len(recent)) and overshoots and downhill:
-        lr = max(group["lr"] for optimizer in evidence.optimizers for group in optimizer.param_groups)
-        fix = f"lower the learning rate: {lr * best:.1e} instead of {float(lr):.1e} is where this batch's loss is least"
-        yield confirmed("lr-too-high/overshoot", line, if_troubled=True, fix=fix)
-    elif not overshoots:
+    probe = Probe(evidence.step, start, {share: evidence.loss_at(evidence.moved(share)) for share in SHARES})
+    probes: list[Probe] = evidence.memory.setdefault("line probes", [])
+    probes.append(probe)
+    over = [p for p in probes if p.overshoots]
+    if 2 * len(over) >= len(probes) and over:
+        rate, share = largest_lr(evidence), min(p.best for p in over)
+        fix = f"lower the learning rate: about {rate * share:.1e} instead of {rate:.1e}, and warm it up"
+        lines = [f"{len(over)} of {len(probes)} taped steps overshoot", *(str(p) for p in over[-2:])]
+        numbers = {"lr_factor": min(share, 0.5)}
+        yield confirmed("lr-too-high/overshoot", *lines, if_troubled=True, fix=fix, numbers=numbers)
+    elif not over:
+        reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
         yield excluded(
-            "lr-too-high", f"a step lowers the loss of its own batch: {start:.4g} to {losses[1.0]:.4g}"
+            "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
         )
-    if 0 <= gained < 1e-3 * abs(start):
+    if 0 <= start - probe.losses[1.0] < 1e-3 * abs(start):
         yield from is_far_better(evidence, start)
+
+
+def largest_lr(evidence: Evidence) -> float:
+    return max(float(group["lr"]) for optimizer in evidence.optimizers for group in optimizer.param_groups)
 
 
 def is_far_better(evidence: Evidence, start: float) -> Iterator[Verdict]:
     """Whether the same direction, followed much further, keeps paying."""
     losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR}
     if losses[100.0] < start - 1e-4 * abs(start) and losses[100.0] < losses[10.0]:
-        lr = max(float(group["lr"]) for optimizer in evidence.optimizers for group in optimizer.param_groups)
+        lr = largest_lr(evidence)
         text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
         line = f"the loss along the step, followed further: {start:.4g} at 0, {text}"
         best = min(FAR, key=lambda share: losses[share])
-        fix = f"raise the learning rate: {lr:.1e} could be {lr * best / 3:.1e}"
-        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=True, fix=fix)
+        fix = f"raise the learning rate tenfold at a time: {10 * lr:.1e} instead of {lr:.1e}, then further"
+        numbers = {"lr_factor": min(best / 3, 100.0)}
+        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=True, fix=fix, numbers=numbers)

@@ -10,18 +10,19 @@ Edits = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Fault:
-    """One cause, planted in one script; the script without the edits is its healthy twin."""
+    """One cause, planted in one script; the script without the edits is its healthy twin.
 
-    id: str  # family/what, the families of the catalogue of causes
-    script: str  # name of a file in scripts/, without .py
-    where: tuple[
-        str, ...
-    ]  # pieces of a module path or source line, any of which names the place; () if none does
+    where: pieces of a module path or of a source line, any of which names the place; empty if there is none.
+    harm: a printed metric, and how far it moves at least from the twin's, with its sign; NaN is harm too.
+    also: other families that describe the same mistake as truly.
+    """
+
+    id: str  # family/what
+    script: str  # a file in scripts/, without .py
+    where: tuple[str, ...]
     edits: Edits
-    harm: tuple[
-        str, float
-    ]  # a printed metric, and by how much at least it moves away from the twin's (or not finite)
-    also: tuple[str, ...] = ()  # families that describe the same mistake as truly
+    harm: tuple[str, float]
+    also: tuple[str, ...] = ()
 
     @property
     def family(self) -> str:

@@ -3,13 +3,11 @@
 from gradproof.faults.fault import Healthy
 
 HEALTHY = (
-    # as they stand; the comment says what is odd about it
+    # as they stand
     Healthy("spirals", "spirals_mlp", ("val_acc", 0.95, 1.0)),
     Healthy("shapes", "shapes_cnn", ("val acc", 0.8, 1.0)),
     Healthy("state-detached-between-windows", "char_lstm", ("accuracy", 0.85, 1.0)),
-    Healthy(
-        "minus-infinity-in-the-causal-mask", "tiny_gpt", ("songs continued", 0.8, 1.0)
-    ),  # and tied weights
+    Healthy("minus-infinity-mask-and-tied-weights", "tiny_gpt", ("songs continued", 0.8, 1.0)),
     Healthy("rescaled-stages", "cascade", ("test mse", 0.0, 0.2)),
     Healthy("summed-reconstruction", "vae_glyphs", ("pixels off per glyph", 0.0, 3.0)),
     Healthy("gan-that-oscillates", "ring_gan", ("near", 0.4, 1.0)),
@@ -29,10 +27,8 @@ HEALTHY = (
     Healthy("micro-batches", "deep_residual", ("val acc", 0.65, 1.0)),
     Healthy("few-positions-in-the-loss", "masked_lm", ("filled in", 0.9, 1.0)),
     Healthy("sparse-gradients", "recommender", ("test rmse", 0.0, 0.4)),
-    Healthy("closure-called-many-times", "lbfgs_fit", ("final loss", 0.0, 0.01)),  # and flat at its optimum
-    Healthy(
-        "frozen-by-intention", "finetune_head", ("second task", 0.8, 1.0)
-    ),  # and embedding rows never used
+    Healthy("closure-and-flat-at-its-optimum", "lbfgs_fit", ("final loss", 0.0, 0.01)),
+    Healthy("frozen-by-intention-and-unused-rows", "finetune_head", ("second task", 0.8, 1.0)),
     # edited
     Healthy(
         "nan-that-reaches-no-loss",

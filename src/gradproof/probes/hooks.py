@@ -181,9 +181,7 @@ def grad_scalers(session: Session, stack: ExitStack, chosen: Callable[[Any], boo
         def wrapped(self: Any, outputs: Any) -> Any:
             scaled = original(self, outputs)
             if isinstance(outputs, Tensor) and self.is_enabled():
-                held = self._scale  # read from the host only where that costs no synchronisation
-                known = held.item() if held is not None and held.device.type == "cpu" else None
-                session.scaled(outputs, scaled, known)
+                session.scaled(outputs, scaled, self._scale)
             return scaled
 
         return wrapped

@@ -31,6 +31,10 @@ class Names:
     def of_parameter(self, parameter: Tensor) -> str | None:
         return self._parameters.get(id(parameter))
 
+    def by_parameter(self) -> dict[Tensor, str]:
+        """Every named parameter that is alive."""
+        return {t: self._parameters[id(t)] for t in self._alive if isinstance(t, Tensor)}
+
     def of_module(self, module: nn.Module) -> str | None:
         return self._modules.get(id(module))
 

@@ -20,8 +20,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def largest_lr(optimizer: torch.optim.Optimizer) -> float:
-    return max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
+def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor:
+    """A number; still a tensor where reading it would wait for a GPU."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
+    if far:
+        return torch.stack(far).max()
+    return max((float(rate) for rate in rates), default=0.0)
 
 
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -54,37 +59,44 @@ def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str,
                     yield kind, parameter, moment, eps * eps * correction
 
 
-def share_below(squares: dict[str, Tensor], limits: dict[str, float]) -> Tensor:
-    """Share of a sample of each v that lies below its limit: there a step no longer depends on the gradient."""
-    rows = sample(squares.values())
-    limit = torch.tensor([limits[name] for name in squares], dtype=torch.float32)
-    limit = limit.to(rows.device, non_blocking=True)
-    known = ~torch.isnan(rows)
-    return ((rows < limit[:, None]) & known).double().sum(dim=1) / known.double().sum(dim=1).clamp_min(1)
+def share_below(squares: list[Tensor], limits: list[float]) -> Tensor:
+    """Share of a sample of each v that lies below its limit: there a step no longer depends on the gradient.
+
+    A v of exactly zero has never seen a gradient (an unused row of an embedding) and does not count.
+    """
+    rows = sample(squares)
+    limit = torch.tensor(limits, dtype=torch.float32).to(rows.device, non_blocking=True)
+    used = rows > 0  # not nan
+    return ((rows < limit[:, None]) & used).double().sum(dim=1) / used.double().sum(dim=1).clamp_min(1)
 
 
 class WeightCopy:
-    """The weights as they were before a step, in memory that is used again at the next measured step."""
+    """The weights as they were before a step, negated, so that one addition makes the update of them."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self._negated: list[Tensor] = []
 
     @torch.no_grad()
     def take(self, parameters: list[Tensor]) -> None:
         weights = [local(p) for p in parameters]
-        same = len(weights) == len(self._buffers) and all(
-            w.shape == b.shape and w.dtype == b.dtype and w.device == b.device
-            for w, b in zip(weights, self._buffers, strict=True)
-        )
-        if not same:
-            self._buffers = [torch.empty_like(w, memory_format=torch.preserve_format) for w in weights]
-        if weights:
-            torch._foreach_copy_(self._buffers, weights)
+        on_cpu = all(w.device.type == "cpu" for w in weights)
+        if on_cpu and _same_layout(weights, self._negated):  # fresh memory costs a CPU more than the copy
+            for weight, negated in zip(weights, self._negated, strict=True):
+                torch.neg(weight, out=negated)
+        else:
+            self._negated = []  # given back before it is taken again
+            self._negated = list(torch._foreach_neg(weights)) if weights else []
 
     @torch.no_grad()
     def updates(self, parameters: list[Tensor]) -> list[Tensor]:
         """Δθ, made in the memory of the copy."""
         if parameters:
-            torch._foreach_sub_(self._buffers, [local(p) for p in parameters])
-            torch._foreach_neg_(self._buffers)
-        return self._buffers
+            torch._foreach_add_(self._negated, [local(p) for p in parameters])
+        return self._negated
+
+
+def _same_layout(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride() and a.device == b.device
+        for a, b in zip(first, second, strict=True)
+    )

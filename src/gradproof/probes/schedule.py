@@ -1,7 +1,8 @@
 """Which steps are measured how deeply: by the user's rules, or by what a budget affords.
 
 Depth 0 is bare (loss, learning rate), 1 light (gradient norms), 2 parameters (every statistic of gradients,
-weights and updates), 3 everything (also Adam's state, every module's output and its gradient, distributions).
+weights and updates), 3 optimizer (also Adam's m and v), 4 all (also every module's output and its gradient, and
+distributions).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from gradproof.errors import UserError
 from gradproof.record.schema import DEPTHS
 
-BARE, LIGHT, PARAMETERS, EVERYTHING = range(4)
+BARE, LIGHT, PARAMETERS, OPTIMIZER, EVERYTHING = range(5)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ _CONDITIONS = (
     ("ranks", re.compile(r"ranks? " + _NUMBERS)),
     ("from_nonfinite", re.compile(r"from (?:the )?(first )?non-?finite(?: value)?(?: on)?")),
 )
-_DEPTH = re.compile(r"^(bare|light|parameters|all|everything)\b")
+_DEPTH = re.compile(r"^(bare|light|parameters|optimizer|all|everything)\b")
 _FILLER = re.compile(r"\b(on|of|the|at)\b|[,\s:]+")
 
 
@@ -128,7 +129,7 @@ class Purse:
         self.budget = budget
         self.spent = 0.0
         self._deep_spent = 0.0
-        self._price = [0.0, 0.0, 0.0, 0.0]  # seconds a step of each depth costs, as last seen
+        self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
         self.wanted = self.left_out = 0
 
     def choose(self, step: int, elapsed: float) -> int:

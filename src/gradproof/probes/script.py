@@ -44,6 +44,7 @@ class Outcome:
     backwards: int
     rank: int
     broken: str | None  # why the run could not be written, or why watching ended early
+    elsewhere: int = 0  # processes that the script started and that trained, where it did not itself
 
 
 def load_script(path: str) -> Program:
@@ -124,9 +125,14 @@ def run_program(
     budget: float | None = None,
     quiet: bool = False,
     examiner: Callable[[Session], Examine] | None = None,
+    fix: tuple[str, float] | None = None,
+    stop_after: int | None = None,
+    until: int | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
+    from gradproof.probes.autoload import find_child_runs, handed_over
     from gradproof.probes.hooks import attach
+    from gradproof.probes.interventions import intervene
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
     from gradproof.probes.taping import Taping
@@ -142,14 +148,18 @@ def run_program(
         on_row=None if quiet else show,
     )
     if examiner is not None:
-        session.taping = Taping(session.names, examiner(session))
-    with attach(session):
+        session.taping = Taping(session.names, examiner(session), only=until)
+    session.stop_after = stop_after if until is None else until + 1
+    with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
+        if fix is not None:
+            intervene(stack, *fix)
         exit_code, error = execute(program, arguments)
         wipe()
         session.writer.set_info(script=program.file, exit_code=exit_code)
         session.close()
+    children = find_child_runs(session.writer.path) if session.step == 0 else []
     return Outcome(
-        session.writer.path,
+        children[0] if children else session.writer.path,
         exit_code,
         error,
         isinstance(error, KeyboardInterrupt),
@@ -157,6 +167,7 @@ def run_program(
         session.counts["backward"],
         session.rank,
         session.writer.broken or session.failure,
+        len(children),
     )
 
 

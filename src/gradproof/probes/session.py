@@ -23,19 +23,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
+from gradproof.probes.ledger import Ledger
 from gradproof.probes.modules import OutputProbe, recomputing
-from gradproof.probes.names import Names, find_variable, user_frames
-from gradproof.probes.reading import Reading
-from gradproof.probes.schedule import EVERYTHING, LIGHT, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.names import Names
+from gradproof.probes.parameters import Parameters
+from gradproof.probes.schedule import EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.step import OpenStep
 from gradproof.probes.taping import Taping
-from gradproof.record.schema import DISTRIBUTION_FRAME, STATISTICS, STATISTICS_FRAME
 from gradproof.record.writer import RunWriter
 
 CLOSE_LOOK = 5  # steps measured whole after the first non-finite value
-RING = 32  # light steps whose per-tensor norms are kept in case of trouble
 BETWEEN_SAMPLES = 1.0  # seconds between two steps whose distributions are taken
-KEEP = 1 << 18  # entries of an output up to which it is copied, to be measured with others in one call
-MOST_IN_FLIGHT = 8  # steps whose numbers may still be on their way from a GPU
 
 
 def guarded(method: Callable) -> Callable:
@@ -57,57 +55,11 @@ def guarded(method: Callable) -> Callable:
         finally:
             self.own_seconds += time.perf_counter() - start
             if self._step_has_turned:
-                self._step_has_turned = False
                 self._turn_tape()
+                if self.stop_after is not None and self.step >= self.stop_after:
+                    raise SystemExit(0)
 
     return handler
-
-
-class OpenStep:
-    """What has been gathered since the last step ended."""
-
-    def __init__(self, depth: int, sampled: bool = False) -> None:
-        self.depth = depth
-        self.sampled = sampled  # percentiles and exponents too
-        self.order: list[str] = []
-        self.row: dict[str, Any] = {}
-        self.losses = 0
-        self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
-        self.norms: list[str] = []
-        self.reading = Reading()
-        self.own_before = 0.0
-        self._kept: list[tuple[str, str, Tensor]] = []
-        self._kept_size = 0
-
-    def measure(self, kind: str, named: dict[str, Tensor]) -> None:
-        """Statistics of tensors into the step's reading: one call of the kernel for each device."""
-        self.measure_rows([(kind, name, tensor) for name, tensor in named.items()])
-
-    def measure_soon(self, kind: str, name: str, tensor: Tensor) -> None:
-        """As `measure`, but a small tensor is copied and measured together with others: it may change before."""
-        if tensor.numel() > KEEP:
-            self.measure_kept()
-            self.measure_rows([(kind, name, tensor)])
-            return
-        self._kept.append((kind, name, tensor.clone()))
-        self._kept_size += tensor.numel()
-        if self._kept_size > 8 * KEEP:
-            self.measure_kept()
-
-    def measure_kept(self) -> None:
-        kept, self._kept, self._kept_size = self._kept, [], 0
-        self.measure_rows(kept)
-
-    def measure_rows(self, rows: list[tuple[str, str, Tensor]]) -> None:
-        groups: dict[torch.device, list[tuple[str, str, Tensor]]] = {}
-        for row in rows:
-            groups.setdefault(row[2].device, []).append(row)
-        for group in groups.values():
-            start, tensors = len(self.rows), [tensor for _, _, tensor in group]
-            self.rows += [(kind, name) for kind, name, _ in group]
-            self.reading.add(f"stats {start}", measuring.measure(tensors))
-            if self.sampled:
-                self.reading.add(f"sample {start}", measuring.sample(tensors))
 
 
 class Session:
@@ -141,19 +93,18 @@ class Session:
         self._on_row = on_row
         self._epoch, self._batch = 0, 0
         self._nonfinite_step: int | None = None
-        self._optimizers: dict[int, dict[str, Any]] = {}
+        self._parameters = Parameters(writer, names)
+        self._ledger = Ledger(writer, self._row_written)
         self._copies: dict[int, optim.WeightCopy] = {}
-        self._with_gradient: set[str] = set()
-        self._start_values: dict[str, np.ndarray] = {}
         self._unscaled: dict[int, Tensor] = {}
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
-        self._ring: deque[tuple[int, list[str], np.ndarray]] = deque(maxlen=RING)
-        self._in_flight: deque[tuple[OpenStep, int]] = deque()
         self._last_sampled = 0.0
-        self.losses: list[float] = []
+        self.losses: deque[float] = deque(maxlen=2000)
         self.facts: dict[str, Any] = {}  # plain data that listeners gather: modes, loads, clips
         self.taping: Taping | None = None
+        self.stop_after: int | None = None  # steps after which a trial has shown enough
         self._step_has_turned = False
+        self._recent: dict[tuple[Any, str], deque[float]] = {}
         self._outputs = OutputProbe(names, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
@@ -164,15 +115,20 @@ class Session:
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
         self.names.learn(optim.parameters_of(optimizer))
+        self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
 
     @guarded
     def something_compiled(self) -> None:
         """Hooks on modules would break a compiled graph, or warn: outputs are left alone from here on."""
         self._compiled = True
         self._outputs.detach()
+        if self.taping is not None:
+            self.taping.stop()
 
     @guarded
     def epoch_begins(self) -> None:
+        if self.taping is not None:
+            self.taping.long_wait()
         if self._batch:  # a loader that is only looked at does not count
             self._epoch, self._batch = self._epoch + 1, 0
 
@@ -182,16 +138,17 @@ class Session:
         self._open.order.append("z")
 
     @guarded
-    def scaled(self, unscaled: Tensor, scaled: Tensor, scale: float | None) -> None:
+    def scaled(self, unscaled: Tensor, scaled: Tensor, scale: Tensor | None) -> None:
         self._unscaled[id(scaled)] = unscaled
-        self._open.row["loss_scale"] = scale
+        if scale is not None:
+            self._open.reading.add("loss_scale", scale.clone())
 
     @guarded
     def backward_begins(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
         self.counts["backward"] += 1
         step = self._open
-        if not step.order and self._stale_gradients():
-            step.order.append("g")
+        if not {"z", "b"} & set(step.order):
+            self._look_for_stale_gradients()
         step.order.append("b")
         for tensor, gradient in zip(tensors, gradients, strict=True):
             loss = self._unscaled.pop(id(tensor), tensor).detach()
@@ -242,27 +199,30 @@ class Session:
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients are as the optimizer will use them; the weights are still the old ones."""
         step = self._open
-        facts = self._facts(optimizer)
+        facts = self._parameters.of_optimizer(optimizer)
         facts["steps"] += 1
         if step.depth < LIGHT:
             return
         step.measure_kept()  # outputs come before gradients
-        named = {self._name(p): p for p in optim.parameters_of(optimizer) if p.grad is not None}
+        named = {self._parameters.name(p): p for p in optim.parameters_of(optimizer) if p.grad is not None}
         gradients = {
             name: measuring.local(p.grad.coalesce() if p.grad.is_sparse else p.grad)
             for name, p in named.items()
             if p.grad is not None and measuring.is_measurable(p.grad)
         }
-        if gradients and step.depth >= LIGHT:
-            self._measure_norms(gradients, getattr(optimizer, "grad_scale", None))
+        # a fused optimizer unscales, and skips, inside its own step
+        for key in ("grad_scale", "found_inf"):
+            if isinstance(value := getattr(optimizer, key, None), Tensor):
+                step.reading.add(key, value.clone())
+        if gradients and step.depth == LIGHT and not step.measure_norms(gradients):
+            self._saw_nonfinite()
         if gradients and step.depth >= PARAMETERS:
-            step.measure("gradient", gradients)
+            if not step.measure("gradient", gradients):
+                self._saw_nonfinite()
             self._follow_direction(gradients)
             self._copies.setdefault(id(optimizer), optim.WeightCopy()).take(list(named.values()))
         facts["named"] = named
-        if not self._with_gradient.issuperset(named):
-            self._with_gradient.update(named)
-            self._describe_parameters()
+        self._parameters.got_gradients(named)
 
     @guarded
     @torch.no_grad()
@@ -270,17 +230,17 @@ class Session:
         step = self._open
         if self.taping is not None:
             self.taping.optimizer_ends()
-        facts = self._facts(optimizer)
+        facts = self._parameters.of_optimizer(optimizer)
         named: dict[str, Tensor] = facts.pop("named", {})
         step.order.append("s")
-        step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer))
+        self._note_optimizer(optimizer, facts)
         if named and step.depth >= PARAMETERS and id(optimizer) in self._copies:
-            weights = {name: measuring.local(p) for name, p in named.items()}
+            rows = [("weight", name, measuring.local(p)) for name, p in named.items()]
             updates = self._copies[id(optimizer)].updates(list(named.values()))
-            step.measure("weight", weights)
-            step.measure("update", dict(zip(named, updates, strict=True)))
-            if step.depth >= EVERYTHING:
-                self._measure_moments(optimizer, facts)
+            rows += [("update", name, update) for name, update in zip(named, updates, strict=True)]
+            if step.depth >= OPTIMIZER:
+                rows += self._moments(optimizer, facts)
+            step.measure_rows(rows)
         if recomputing():  # the optimizer steps inside backward: one step is all of these together
             step.row["inside_backward"] = True
         else:
@@ -293,15 +253,17 @@ class Session:
         self.counts["skipped"] += 1
         step = self._open
         gradients = {
-            self._name(p): measuring.local(p.grad)
+            self._parameters.name(p): measuring.local(p.grad)
             for p in optim.parameters_of(optimizer)
             if p.grad is not None and measuring.is_measurable(p.grad)
         }
         if gradients:
-            self._measure_norms(gradients, None)
+            step.measure_norms(gradients)
+        if self._nonfinite_step == self.step:  # no weight has seen it: go on looking for the one that matters
+            self._nonfinite_step = None
         step.order.append("x")
-        facts = self._facts(optimizer)
-        step.row.update(optimizer=facts["number"], lr=optim.largest_lr(optimizer), skipped=1)
+        step.row["skipped"] = 1
+        self._note_optimizer(optimizer, self._parameters.of_optimizer(optimizer))
         self._close_step()
 
     @guarded
@@ -326,25 +288,23 @@ class Session:
         """Tensors by hand: torch tensors, NumPy arrays, anything that torch.as_tensor takes."""
         self._open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()})
 
-    def _stale_gradients(self) -> bool:
-        """Whether gradients that an optimizer has used already are still there, and not zero."""
-        used = [p for facts in self._optimizers.values() for p in optim.parameters_of(facts["object"])[:8]]
-        held = [p.grad for p in used if p.grad is not None]
-        # on a GPU a value cannot be read without waiting: there, being there is all that is asked
-        return any(g.device.type != "cpu" or bool((measuring.local(g) != 0).any()) for g in held)
+    @torch.no_grad()
+    def _look_for_stale_gradients(self) -> None:
+        """Gradients that an optimizer has used already, still there, and not zero: known when the step is written."""
+        used = [p for optimizer in self.optimizers for p in optim.parameters_of(optimizer)[:8]]
+        held = [measuring.local(p.grad) for p in used if p.grad is not None]
+        for index, group in enumerate(measuring.group_by_device(dict(enumerate(held))).values()):
+            self._open.reading.add(f"stale {index}", measuring.square_sums(list(group.values())).sum())
 
     # what a step measures ----------------------------------------------------------------------------------
 
-    def _measure_norms(self, gradients: dict[str, Tensor], grad_scale: Tensor | None) -> None:
-        step = self._open
-        for group in measuring.group_by_device(gradients).values():
-            squares = measuring.square_sums(list(group.values()))
-            if grad_scale is not None:  # a fused optimizer unscales inside its own step
-                squares = squares / grad_scale.double() ** 2
-            step.reading.add(f"squares {len(step.norms)}", squares)
-            step.norms += group
-            if squares.device.type == "cpu" and not bool(torch.isfinite(squares.sum())):
-                self._saw_nonfinite()
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+        rate = optim.largest_lr(optimizer)
+        self._open.row["optimizer"] = facts["number"]
+        if isinstance(rate, Tensor):  # on a GPU: it travels with the other numbers
+            self._open.reading.add("lr", rate)
+        else:
+            self._open.row["lr"] = rate
 
     def _follow_direction(self, gradients: dict[str, Tensor]) -> None:
         if len({g.device for g in gradients.values()}) != 1:
@@ -359,20 +319,23 @@ class Session:
                 self._open.row["cosine_names"] = names
         self._sampled_gradients = (self.step, names, now)
 
-    def _measure_moments(self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-        step = self._open
-        found: dict[str, dict[str, Tensor]] = {"adam_m": {}, "adam_v": {}}
-        limits: dict[str, float] = {}
+    def _moments(
+        self, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+    ) -> list[tuple[str, str, Tensor]]:
+        """Adam's m and v as rows to measure; the share of v that ε outweighs goes into the reading."""
+        step, rows = self._open, []
+        squares: dict[str, Tensor] = {}
+        limits: list[float] = []
         for kind, parameter, moment, limit in optim.moments(optimizer, facts["steps"]):
-            name = self._name(parameter)
-            found[kind][name] = measuring.local(moment)
-            limits[name] = limit
-        for kind, named in found.items():
-            step.measure(kind, named)
-        squares = {name: tensor for name, tensor in found["adam_v"].items() if limits[name] > 0}
+            name, moment = self._parameters.name(parameter), measuring.local(moment)
+            rows.append((kind, name, moment))
+            if kind == "adam_v" and limit > 0:
+                squares[name] = moment
+                limits.append(limit)
         if len({v.device for v in squares.values()}) == 1:
             step.row["eps_names"] = list(squares)
-            step.reading.add("eps_share", optim.share_below(squares, limits))
+            step.reading.add("eps_share", optim.share_below(list(squares.values()), limits))
+        return rows
 
     @guarded
     @torch.no_grad()
@@ -400,23 +363,23 @@ class Session:
             order="".join(step.order),
             depth=step.depth,
         )
-        step.reading.send()
-        self._in_flight.append((step, self.step))
-        self.losses.append(step.row.get("loss", math.nan))
+        number = self.step
         self.step += 1
         self._batch += 1
         self._begin_step()
-        self._settle(MOST_IN_FLIGHT)
+        self._ledger.add(step, number)
         self._step_has_turned = True
 
     def _turn_tape(self) -> None:
         """The last step's tape is examined, the next one's begun; both outside of what is measured or taped."""
+        self._step_has_turned = False
         if self.taping is not None and self.alive:
             self.taping.end()
             self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:
-        self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
+        if self.step > Purse.FIRST:  # what is measured in any case is not charged
+            self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
         depth = self._choose_depth()
         now = time.perf_counter()
         sampled = depth >= EVERYTHING and (
@@ -447,148 +410,41 @@ class Session:
         if self._nonfinite_step is None:
             self._nonfinite_step = self.step
             self.writer.write_event("first_nonfinite", step=self.step)
-            for step, names, norms in self._ring:  # how it got there
-                self._write_norms(step, names, norms)
+            self._ledger.write_ring()
         if self.step - self._nonfinite_step < CLOSE_LOOK and not self._rules:
             self._open.depth = max(self._open.depth, PARAMETERS)
 
-    def _settle(self, most_in_flight: int) -> None:
-        """Write the steps whose numbers have arrived."""
-        while self._in_flight:
-            step, number = self._in_flight[0]
-            if len(self._in_flight) <= most_in_flight and not step.reading.ready():
-                return
-            self._in_flight.popleft()
-            self._write(step, number, step.reading.get())
-
-    def _write(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        row = step.row
-        if step.losses:
-            losses = sum(found[f"loss {i}"].sum() for i in range(step.losses))
-            row["loss"] = row.get("loss", 0.0) + float(losses)
-        for key in ("norm_before_clip", "cosine"):
-            if key in found:
-                row[key] = float(found[key].sum())
-        squares = [values for key, values in found.items() if key.startswith("squares ")]
-        if squares:
-            norms = np.sqrt(np.concatenate(squares))
-            row["grad_norm"] = float(np.sqrt(np.square(norms).sum()))
-            self._ring.append((number, step.norms, norms))
-        if step.rows:
-            self._write_statistics(step, number, found)
-        self.writer.write_step(row)
+    def _row_written(self, row: dict[str, Any]) -> None:
+        if "loss" in row:
+            self.losses.append(row["loss"])
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
-        if broken and self._nonfinite_step is None:
+        if broken and self._nonfinite_step is None and not row.get("skipped"):
             self._saw_nonfinite()
+        if self.taping is not None:
+            self.taping.trouble = self._trouble_is_brewing(row)
         if self._on_row is not None:
             self._on_row(row)
 
-    def _write_statistics(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        raw = np.concatenate([found[f"stats {i}"] for i in _starts(found, "stats ")])
-        order: dict[tuple[str, str], list[int]] = {}
-        for index, key in enumerate(step.rows):
-            order.setdefault(key, []).append(index)
-        raw = np.stack([measuring.merge_calls(raw[places]) for places in order.values()])
-        kinds = np.array([kind for kind, _ in order])
-        rows = measuring.to_statistics(raw)
-        cosines = dict(zip(step.row.pop("cosine_names", ()), found.get("cosines", ()), strict=False))
-        eps_shares = dict(zip(step.row.pop("eps_names", ()), found.get("eps_share", ()), strict=False))
-        for index, (kind, name) in enumerate(order):
-            if kind == "gradient" and name in cosines:
-                rows[index, STATISTICS.index("cosine")] = cosines[name]
-            elif kind == "adam_v" and name in eps_shares:
-                rows[index, STATISTICS.index("eps_share")] = eps_shares[name]
-            elif kind == "output" and f"dead {name}" in found:
-                rows[index, STATISTICS.index("dead")] = found[f"dead {name}"].sum()
-        for kind, column in (("weight", "weight_norm"), ("update", "update_norm")):
-            if (kinds == kind).any():
-                step.row[column] = measuring.whole_norm(raw[kinds == kind])
-        numbers = np.array([self.writer.add_tensor(kind, name) for kind, name in order])
-        self.writer.write_frame(STATISTICS_FRAME, number, numbers, rows)
-        self._write_distributions(step, number, found)
+    def _trouble_is_brewing(self, row: dict[str, Any]) -> bool:
+        """The loss or the gradient is far above what it was in the last steps: the next steps are worth a tape."""
+        brewing = False
+        for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
+            value = row.get(column)
+            if value is None:
+                continue
+            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
+            usual = float(np.median(recent)) if len(recent) >= 5 else math.inf
+            brewing |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
+            if math.isfinite(value):
+                recent.append(value)
+        return brewing
 
-    def _write_distributions(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        starts = _starts(found, "sample ")
-        if not starts:
-            return
-        samples = [found[f"sample {start}"] for start in starts]
-        places = [start + i for start, rows in zip(starts, samples, strict=True) for i in range(len(rows))]
-        numbers = np.array([self.writer.add_tensor(*step.rows[place]) for place in places])
-        numbers, first = np.unique(numbers, return_index=True)  # the first call of a module stands for all
-        rows = measuring.distributions(np.concatenate(samples)[first])
-        self.writer.write_frame(DISTRIBUTION_FRAME, number, numbers, rows)
-
-    def _write_norms(self, number: int, names: list[str], norms: np.ndarray) -> None:
-        rows = np.full((len(names), len(STATISTICS)), np.nan)
-        rows[:, STATISTICS.index("norm")] = norms
-        numbers = np.array([self.writer.add_tensor("gradient", name) for name in names])
-        self.writer.write_frame(STATISTICS_FRAME, number, numbers, rows)
-
-    # what is known about the whole -------------------------------------------------------------------------
-
-    def _name(self, parameter: Tensor) -> str:
-        name = self.names.of_parameter(parameter)
-        if name is None:
-            self.names.learn([parameter])
-            name = self.names.of_parameter(parameter)
-        return name or "?"
-
-    def _facts(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        facts = self._optimizers.get(id(optimizer))
-        if facts is None:
-            self.names.learn(optim.parameters_of(optimizer))
-            label = find_variable(optimizer, user_frames()) or type(optimizer).__name__
-            number = len(self._optimizers)
-            facts = {"number": number, "name": label, "steps": 0, "object": optimizer}
-            self._optimizers[id(optimizer)] = facts  # "object" keeps the id taken
-            described = [
-                {"name": f["name"], **optim.describe(f["object"])} for f in self._optimizers.values()
-            ]
-            self.writer.set_info(optimizers=described)
-            self._describe_parameters()
-        return facts
-
-    def _describe_parameters(self, changed: dict[str, bool] | None = None) -> None:
-        """Every trainable parameter: who trains it, whether a gradient ever came, whether it moved."""
-        owner = {
-            self._name(p): facts["number"]
-            for facts in self._optimizers.values()
-            for p in optim.parameters_of(facts["object"])
-        }
-        known = dict(self.names.trainable())
-        for facts in self._optimizers.values():
-            known.update({self._name(p): p for p in optim.parameters_of(facts["object"])})
-        fresh = {n: measuring.local(p) for n, p in known.items() if n not in self._start_values}
-        for name, values in zip(fresh, _fingerprints(list(fresh.values())), strict=True):
-            self._start_values[name] = values
-        self.writer.set_info(
-            parameters=[
-                {
-                    "name": name,
-                    "shape": list(p.shape),
-                    "dtype": str(p.dtype)[6:],
-                    "trainable": p.requires_grad,
-                    "optimizer": owner.get(name),
-                    "gradient": name in self._with_gradient,
-                    **({"changed": changed[name]} if changed else {}),
-                }
-                for name, p in known.items()
-            ]
-        )
-        self._known = known
-
-    def _which_changed(self) -> dict[str, bool]:
-        known = getattr(self, "_known", {})
-        now = _fingerprints([measuring.local(p) for p in known.values()])
-        return {
-            name: not np.array_equal(self._start_values[name], values, equal_nan=True)
-            for name, values in zip(known, now, strict=True)
-        }
+    # the end -----------------------------------------------------------------------------------------------
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Every optimizer that has stepped."""
-        return [facts["object"] for facts in self._optimizers.values()]
+        return self._parameters.optimizers
 
     def cost(self) -> dict[str, Any]:
         """What watching has cost, and what the budget left out."""
@@ -642,23 +498,8 @@ class Session:
     @guarded
     @torch.no_grad()
     def _close_guarded(self) -> None:
-        self._settle(0)
-        if self._optimizers:
-            self._describe_parameters(self._which_changed())
-
-
-def _starts(found: dict[str, np.ndarray], prefix: str) -> list[int]:
-    return sorted(int(key[len(prefix) :]) for key in found if key.startswith(prefix))
-
-
-def _fingerprints(tensors: list[Tensor]) -> list[np.ndarray]:
-    """Statistics that change when a tensor changes (this waits for the device: twice in a run)."""
-    out: list[np.ndarray] = [np.empty(0)] * len(tensors)
-    keyed = {str(index): tensor for index, tensor in enumerate(tensors)}
-    for group in measuring.group_by_device(keyed).values():
-        for key, row in zip(group, measuring.measure(list(group.values())).cpu().numpy(), strict=True):
-            out[int(key)] = row
-    return out
+        self._ledger.settle(0)
+        self._parameters.describe_end()
 
 
 def _float(value: Any) -> Any:

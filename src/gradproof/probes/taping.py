@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from gradproof.probes.names import Names
 from gradproof.tape.operations import Tape
@@ -21,6 +21,9 @@ ALLOWANCE = 6.0  # seconds that taping and examining may add before the budget c
 SHARE = 0.02  # of the wall time, after that
 MOST_OPERATIONS = 300_000  # a validation epoch between two steps would make a tape without end
 LANDMARKS = frozenset(round(10 ** (k / 2)) for k in range(20))  # 1, 3, 10, 32, 100, …
+LONG_BEFORE_TRAINING = (
+    10.0  # seconds between the making of an optimizer and its first step that are still taped
+)
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 
 # examine(tape, step, is it a landmark or in trouble?)
@@ -30,13 +33,14 @@ Examine = Callable[[Tape, int, bool], None]
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
-    def __init__(self, names: Names, examine: Examine) -> None:
+    def __init__(self, names: Names, examine: Examine, only: int | None = None) -> None:
+        self._only = only  # the one step that was asked for
         self._names = names
         self._examine = examine
         self._recorder: Recorder | None = None
         self._step = -1
         self._began = time.perf_counter()
-        self._turned = self._began
+        self._turned = time.process_time()
         self._plain = float("inf")  # seconds of the shortest untaped step
         self.trouble = False  # set from outside: look at the coming steps whatever the landmarks say
         self.spent = 0.0
@@ -49,15 +53,21 @@ class Taping:
 
     def begin(self, step: int, compiled: bool) -> None:
         """A step begins: tape it or not."""
-        self._turned = time.perf_counter()
+        self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
         self._step = step
-        if self.broken or compiled or step < 1 or not self._affords(step):
+        left_alone = compiled and self._only is None
+        if self.broken or left_alone or self._recorder is not None or not self._affords(step):
             return
-        self._recorder = Recorder(names=self._name_of)
+        self._recorder = Recorder(names=self._names.by_parameter())
         try:
             self._recorder.start(inside_optimizer_hook=True)
         except Exception as error:
             self._give_up(error)
+
+    def long_wait(self) -> None:
+        """Something else than training goes on before the first step: it is not worth a tape."""
+        if self._step == 0 and time.process_time() - self._turned > LONG_BEFORE_TRAINING:
+            self.stop()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._recorder is not None:
@@ -69,13 +79,13 @@ class Taping:
 
     def end(self) -> None:
         """A step has ended: the tape, if there is one, goes to the examination."""
-        duration = time.perf_counter() - self._turned
+        duration = time.process_time() - self._turned
         if self._recorder is None:
             if self._step > 0:
                 self._plain = min(self._plain, duration)
             return
         recorder, self._recorder = self._recorder, None
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             tape = recorder.stop()
             if not tape.broken and len(tape.operations) < MOST_OPERATIONS:
@@ -84,31 +94,33 @@ class Taping:
         except Exception as error:
             self._give_up(error)
         plain = self._plain if self._plain < duration else duration / 2
-        self.spent += duration - plain + time.perf_counter() - start
+        self.spent += duration - plain + time.process_time() - start
 
     def stop(self) -> None:
         """Training is over, perhaps in mid-step."""
         if self._recorder is not None:
             recorder, self._recorder = self._recorder, None
-            recorder.stop()
+            with suppress(Exception):
+                recorder.stop()
 
     def _look(self, tape: Tape) -> None:
         state = torch.get_rng_state()  # examinations replay; whatever they do, training's random numbers stay
         try:
-            self._examine(tape, self._step, self._step in LANDMARKS or self.trouble)
+            self._examine(
+                tape, self._step, self._step in LANDMARKS or self.trouble or self._step == self._only
+            )
         finally:
             torch.set_rng_state(state)
 
     def _affords(self, step: int) -> bool:
+        if self._only is not None:
+            return step == self._only
         if step in PLAIN_STEPS and not self.trouble:
             return False
         elapsed = time.perf_counter() - self._began
         if self.spent < ALLOWANCE:
             return True
         return (step in LANDMARKS or self.trouble) and self.spent < ALLOWANCE + SHARE * elapsed
-
-    def _name_of(self, tensor: Tensor) -> str | None:
-        return self._names.of_parameter(tensor)
 
     def _give_up(self, error: Exception) -> None:
         self.broken = f"{type(error).__name__}: {error}"

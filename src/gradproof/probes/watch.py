@@ -128,10 +128,13 @@ def open_session(
     budget: float | None = None,
     compiled: bool = False,
     on_row: Any = None,
+    rank: int | None = None,
 ) -> Session:
-    """A new run directory and the session that writes it."""
+    """A new run directory and the session that writes it; with a rank given, `out` is that rank's own."""
     rules = parse_schedule(schedule) if schedule else ()
-    rank, world = rank_and_world()
+    found, world = rank_and_world()
+    path = Path(f"{out}.rank{found}") if found and rank is None else Path(out)
+    rank = found if rank is None else rank
     info = {
         "command": list(command),
         "directory": os.getcwd(),
@@ -141,7 +144,7 @@ def open_session(
         "schedule": schedule,
         "versions": versions(),
     }
-    writer = RunWriter(Path(out) if rank == 0 else Path(f"{out}.rank{rank}"), info)
+    writer = RunWriter(path, info)
     return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
 
 

@@ -35,7 +35,7 @@ STEP_COLUMNS = (
     "backwards",  # micro-batches accumulated
     "loss_scale",
     "skipped",  # 1: the GradScaler found inf and did not step
-    "depth",  # 0 bare, 1 light, 2 parameters, 3 everything
+    "depth",  # a place in DEPTHS: 0 bare, 1 light, 2 parameters, 3 optimizer, 4 all
     # what happened, in order: g gradients of an earlier step still there, z zero_grad, b backward, u unscale,
     # c clip norm, v clip value, s step, x step skipped, l scheduler
     "order",
@@ -64,7 +64,7 @@ EXPONENT_LOW, EXPONENT_BINS = -80, 64
 
 KINDS = ("output", "output_gradient", "gradient", "weight", "update", "adam_m", "adam_v")
 
-DEPTHS = ("bare", "light", "parameters", "all")
+DEPTHS = ("bare", "light", "parameters", "optimizer", "all")
 
 # A frame: magic, what it holds, step, rows, bytes of payload, CRC of payload; then the payload:
 # rows × uint32 tensor numbers (run.json names them), then rows × columns of float32.

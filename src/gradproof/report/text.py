@@ -46,6 +46,8 @@ def _finding(number: int, cause: Finding, paint) -> str:
     for index, line in enumerate(cause.evidence):
         lines.append(_wrap("how we know  " if index == 0 else "             ", line))
     lines.append(_wrap("what to do   ", cause.fix))
+    if cause.tried:
+        lines.append(_wrap("             ", cause.tried))
     return "\n".join(lines)
 
 
@@ -66,15 +68,17 @@ def _footer(diagnosis: Diagnosis, paint) -> str:
     lines = [f"note: {note}" for note in diagnosis.notes]
     cost = diagnosis.cost
     if cost:
-        text = f"watching took {cost['own_seconds']:.2g} s, {100 * cost['share']:.1f} % of the wall time"
+        text = f"watching took {cost['own_seconds']:.2f} s, {100 * cost['share']:.1f} % of the wall time"
         if cost.get("taped_steps"):
-            text += f"; taping {cost['taped_steps']} steps and testing on them took {cost['experiment_seconds']:.2g} s"
+            text += f"; taping {cost['taped_steps']} steps and testing on them took {cost['experiment_seconds']:.1f} s"
         if cost.get("bare_steps"):
             text += (
-                f"; to keep to {100 * cost['budget']:g} %, {cost['bare_steps']} of {cost['steps']} steps "
-                "have only loss and learning rate"
+                f" (the first steps are measured whole); to keep to {100 * cost['budget']:g} % after them, "
+                f"{cost['bare_steps']} of {cost['steps']} steps have only loss and learning rate"
             )
-        lines.append(paint("dim", text + "."))
+        lines.append(paint("dim", textwrap.fill(text + ".", WIDTH)))
+    else:
+        lines.append(paint("dim", "gradproof's cost is not known: the run has not ended, or was killed."))
     lines.append(f"next: gradproof diagnose {diagnosis.run} --json")
     return "\n".join(lines)
 

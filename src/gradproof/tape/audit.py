@@ -1,8 +1,8 @@
 """Is the backward of each hand-written autograd.Function of a step the derivative of its forward?
 
-Each call is judged alone, on the inputs and the incoming gradient it had in the step: its taped forward is differentiated in
-float64, and the same derivative in the step's own precision says how much of a difference is rounding. Where the forward
-cannot be replayed (Triton, NumPy, C++ inside), directional finite differences of the function itself decide.
+Each call is judged alone, on the inputs and the incoming gradient it had in the step: its taped forward is
+differentiated in float64, and the same derivative in the step's own precision says how much is rounding.
+Where the forward cannot be replayed (Triton, NumPy, C++ inside), directional finite differences decide.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import FunctionCall, Line, Operation, Ref, Tape
-from gradproof.tape.pattern import describe_difference, relative_error
+from gradproof.tape.pattern import describe_difference, relative_error, wide
 from gradproof.tape.replay import Player
 
 DIRECTIONS = 3
@@ -47,7 +47,7 @@ class Audit:
         where = f" in {self.call.module}" if self.call.module else ""
         verdict = "right" if self.right else "wrong"
         return (
-            f"backward of {self.call.cls.__name__}{where} is {verdict} {what}: {self.pattern or f'{self.error:.1e} off'}\n"
+            f"backward of {self.call.cls.__name__}{where} is {verdict} {what}: {self.pattern or 'the same'}\n"
             f"  relative error {self.error:.2g}, {self.tolerance:.2g} allowed ({self.method})\n"
             f"  backward       {self.line.file}:{self.line.number}\n"
             f"  called         {self.call.line}"
@@ -56,12 +56,13 @@ class Audit:
 
 @dataclass
 class Auditor:
-    """Collects what each call needs while the step is replayed exactly, and judges it when its backward has ended."""
+    """Collects what each call needs during an exact replay, and judges it when its backward has ended."""
 
     tape: Tape
     audits: list[Audit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     captured: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)  # call -> backwards still to come
 
     def schedule(self) -> dict[int, list[Callable[[Player], None]]]:
         """What to look at before which operation of an exact replay."""
@@ -77,7 +78,7 @@ class Auditor:
         return looks
 
     def _capture(self, player: Player, call: FunctionCall) -> None:
-        slots = {slot for slot in (*external_reads(self.tape, call), *call.inputs)}
+        slots = {*external_reads(self.tape, call), *call.inputs}
         values = {}
         for slot in slots:
             try:
@@ -87,13 +88,18 @@ class Auditor:
         self.captured[call.index] = values
 
     def _judge(self, player: Player, call: FunctionCall, slots_in: list, slots_out: list) -> None:
+        self.waiting[call.index] = self.waiting.get(call.index, len(call.backwards)) - 1
         try:
             gradients_in = [None if slot is None else player.value(slot).detach() for slot in slots_in]
             gradients_out = [None if slot is None else player.value(slot).detach() for slot in slots_out]
             judge = judge_by_differences if call.opaque else judge_by_derivative
             self.audits += judge(self.tape, call, self.captured[call.index], gradients_in, gradients_out)
         except Exception as error:
-            self.notes.append(f"backward of {call.cls.__name__} could not be judged: {str(error)[:160] or error!r}")
+            self.notes.append(
+                f"backward of {call.cls.__name__} could not be judged: {str(error)[:160] or error!r}"
+            )
+        if self.waiting[call.index] == 0:
+            del self.captured[call.index]
 
 
 def segment(tape: Tape, call: FunctionCall) -> list[Operation]:
@@ -115,13 +121,16 @@ def derivative(
 ) -> list[torch.Tensor | None]:
     """The vector-Jacobian product of a call's taped forward, one entry a tensor argument."""
     player = Player(tape, dtype, values, autograd=True, open_functions=False)
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         tracked = [arg for arg in call.args if isinstance(arg, Ref)]
+        written = {slot for operation in segment(tape, call) for slot in operation.writes}
         leaves = []
         for ref in tracked:
             tensor = player.value(ref.slot)
             if ref.tracked and not tensor.requires_grad:
                 tensor = player.env[ref.slot] = tensor.detach().requires_grad_()
+                if ref.slot in written:
+                    player.env[ref.slot] = tensor.clone()  # a leaf cannot be changed in place
             leaves.append(tensor)
         for operation in segment(tape, call):
             player.step(operation)
@@ -133,11 +142,17 @@ def derivative(
                 outputs.append(player.value(slot))
                 weights.append(gradient.to(outputs[-1].dtype))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, weights, allow_unused=True) if outputs else [None] * len(wanted))
+        found = iter(
+            torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+            if outputs
+            else [None] * len(wanted)
+        )
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
-def judge_by_derivative(tape: Tape, call: FunctionCall, values: dict, gradients_in: list, gradients_out: list) -> list[Audit]:
+def judge_by_derivative(
+    tape: Tape, call: FunctionCall, values: dict, gradients_in: list, gradients_out: list
+) -> list[Audit]:
     refs = [arg for arg in call.args if isinstance(arg, Ref)]
     truth = derivative(tape, call, values, gradients_in, torch.float64)
     own = derivative(tape, call, values, gradients_in, None)
@@ -151,9 +166,11 @@ def judge_by_derivative(tape: Tape, call: FunctionCall, values: dict, gradients_
         got = gradients_out[place] if place < len(gradients_out) else None
         right = truth[place]
         if right is None:
-            right = torch.zeros(tape.slots[ref.slot].shape, dtype=torch.float64, device=tape.slots[ref.slot].device)
-        mine = own[place]
-        noise = float(torch.linalg.vector_norm((right if mine is None else mine.double()) - right))
+            right = torch.zeros(
+                tape.slots[ref.slot].shape, dtype=torch.float64, device=tape.slots[ref.slot].device
+            )
+        right, mine = wide(right), own[place]
+        noise = float(torch.linalg.vector_norm((right if mine is None else wide(mine)) - right))
         size = float(torch.linalg.vector_norm(right))
         floor = max(8 * noise, 4 * eps * math.sqrt(depth) * size, 1e-5 * size, 1e-3 * eps * size_in)
         tolerance = floor / size if size > 0 else floor
@@ -162,9 +179,11 @@ def judge_by_derivative(tape: Tape, call: FunctionCall, values: dict, gradients_
         elif size > 0:
             error = relative_error(got, right)
         else:
-            error = float(torch.linalg.vector_norm(got.double()))
+            error = float(torch.linalg.vector_norm(wide(got)))
         error = error if error == error else float("inf")
-        if not all(bool(torch.isfinite(t).all()) for t in (right, *(g for g in gradients_in if g is not None))):
+        if not all(
+            bool(torch.isfinite(t).all()) for t in (right, *(g for g in gradients_in if g is not None))
+        ):
             continue  # not finite already: the first bad operation is the question, not the derivative
         pattern = "" if error <= tolerance else describe_difference(got, right, tolerance)
         name = _parameter_name(tape, ref.slot)
@@ -173,8 +192,11 @@ def judge_by_derivative(tape: Tape, call: FunctionCall, values: dict, gradients_
     return audits
 
 
-def judge_by_differences(tape: Tape, call: FunctionCall, values: dict, gradients_in: list, gradients_out: list) -> list[Audit]:
-    """Directional finite differences of the function itself: Σ⟨g, F(x + hv) − F(x − hv)⟩ / 2h against ⟨gradient, v⟩."""
+def judge_by_differences(
+    tape: Tape, call: FunctionCall, values: dict, gradients_in: list, gradients_out: list
+) -> list[Audit]:
+    """Directional finite differences of the function itself: Σ⟨g, F(x + hv) − F(x − hv)⟩ / 2h against
+    ⟨gradient, v⟩."""
     refs = [(place, arg) for place, arg in enumerate(a for a in call.args if isinstance(a, Ref))]
     precise = _runs_in_double(call, values)
     dtype = torch.float64 if precise else None
@@ -186,6 +208,9 @@ def judge_by_differences(tape: Tape, call: FunctionCall, values: dict, gradients
             continue
         got = torch.zeros_like(x) if got is None else got.double()
         eps = torch.finfo(torch.float64 if precise else values[ref.slot].dtype).eps
+        rounding = torch.finfo(
+            values[ref.slot].dtype
+        ).eps  # of the backward, which ran in the step's precision
         errors, allowed = [], []
         generator = torch.Generator().manual_seed(0)
         for _ in range(DIRECTIONS):
@@ -195,19 +220,23 @@ def judge_by_differences(tape: Tape, call: FunctionCall, values: dict, gradients
             plus = _weighted(call, {**values, ref.slot: x + h * v}, gradients_in, dtype)
             minus = _weighted(call, {**values, ref.slot: x - h * v}, gradients_in, dtype)
             slope, said = (plus[0] - minus[0]) / (2 * h), float((got * v).sum())
-            noise = 8 * eps * (plus[1] + minus[1]) / (2 * h)
+            noise = 8 * eps * (plus[1] + minus[1]) / (2 * h) + 8 * rounding * float((got * v).norm())
             size = max(abs(slope), abs(said), 1e-300)
             errors.append(abs(slope - said) / size)
             allowed.append(noise / size + 100 * eps ** (2 / 3))
         worst = max(range(DIRECTIONS), key=lambda i: errors[i] / allowed[i])
-        pattern = "" if errors[worst] <= allowed[worst] else f"{errors[worst]:.2g} off along a random direction"
+        pattern = (
+            "" if errors[worst] <= allowed[worst] else f"{errors[worst]:.2g} off along a random direction"
+        )
         method = f"finite differences of the function itself ({call.opaque})"
         name = _parameter_name(tape, ref.slot)
         audits.append(Audit(call, place, name, errors[worst], allowed[worst], pattern, method))
     return audits
 
 
-def _weighted(call: FunctionCall, values: dict, gradients_in: list, dtype: torch.dtype | None) -> tuple[float, float]:
+def _weighted(
+    call: FunctionCall, values: dict, gradients_in: list, dtype: torch.dtype | None
+) -> tuple[float, float]:
     """(Σ⟨g, F(x)⟩, the size of what was summed), evaluated by calling the function."""
     outputs = call_function(call, values, dtype)
     pairs = [(o, g) for o, g in zip(outputs, gradients_in, strict=False) if g is not None and o is not None]
@@ -220,10 +249,14 @@ def call_function(call: FunctionCall, values: dict, dtype: torch.dtype | None) -
         if not isinstance(value, Ref):
             return value
         tensor = values[value.slot]
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.to(call.dtypes[value.slot])
+        return (
+            tensor.to(dtype)
+            if dtype is not None and tensor.is_floating_point()
+            else tensor.to(call.dtypes[value.slot])
+        )
 
     with torch.no_grad():
-        result = call.cls.apply(*(arg(value) for value in call.args))  # type: ignore[attr-defined]
+        result = call.cls.apply(*(arg(value) for value in call.args))
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
@@ -232,7 +265,9 @@ def _runs_in_double(call: FunctionCall, values: dict) -> bool:
         outputs = call_function(call, values, torch.float64)
     except Exception:
         return False
-    return all(o.dtype == torch.float64 for o in outputs if isinstance(o, torch.Tensor) and o.is_floating_point())
+    return all(
+        o.dtype == torch.float64 for o in outputs if isinstance(o, torch.Tensor) and o.is_floating_point()
+    )
 
 
 def _eps(tape: Tape, call: FunctionCall) -> float:
@@ -248,17 +283,30 @@ def _parameter_name(tape: Tape, slot: int) -> str:
         if tape.slots[slot].kind == "parameter":
             return tape.slots[slot].name
         made_by = tape.slots[slot].made_by
-        if made_by is None or tape.operations[made_by].name not in ("_to_copy", "detach", "view", "t", "alias", "transpose"):
+        if made_by is None or tape.operations[made_by].name not in (
+            "_to_copy",
+            "detach",
+            "view",
+            "t",
+            "alias",
+            "transpose",
+        ):
             return ""
         slot = tape.operations[made_by].reads[0]
     return ""
 
 
+STEP_FUNCTIONS = {
+    "round", "sign", "sgn", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "heaviside", "argmax",
+    "bernoulli", "_to_copy",
+}  # fmt: skip
+
+
 def _surrogate(tape: Tape, call: FunctionCall, got: torch.Tensor | None, right: torch.Tensor) -> str:
+    """Why a backward that is not the derivative may be meant; empty when nothing speaks for it."""
     names = {op.name for op in segment(tape, call)}
-    if not bool(right.any()) and got is not None and bool(got.any()):
-        if names & {"round", "sign", "floor", "ceil", "gt", "ge", "lt", "le", "heaviside", "argmax", "bernoulli", "trunc", "_to_copy", "sgn"}:
-            return "its forward is a step function: a straight-through estimator?"
+    if not bool(right.any()) and got is not None and bool(got.any()) and names & STEP_FUNCTIONS:
+        return "its forward is a step function: a straight-through estimator?"
     if names <= {"view", "alias", "view_as", "clone", "detach", "_unsafe_view"}:
         return "its forward passes the input on: a gradient reversal, scaling or clipping on purpose?"
     return ""

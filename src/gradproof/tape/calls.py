@@ -5,26 +5,28 @@ Each function installs its watch for the time of a `with` block and takes it awa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx, FunctionMeta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradproof.tape.operations import BackwardCall, FunctionCall, ModuleCall
+from gradproof.tape.operations import FunctionCall, ModuleCall, Ref, Tape
+from gradproof.tape.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from gradproof.tape.record import _State
+    from gradproof.tape.state import State
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 
 @contextmanager
-def watched_modules(state: _State) -> Iterator[None]:
+def watched_modules(state: State) -> Iterator[None]:
     """Keeps the path of the running module, and which operations each call consists of."""
 
     def enter(module: torch.nn.Module, args: Any) -> None:
@@ -43,7 +45,7 @@ def watched_modules(state: _State) -> Iterator[None]:
         yield
 
 
-def _enter_module(state: _State, module: torch.nn.Module, args: Any) -> None:
+def _enter_module(state: State, module: torch.nn.Module, args: Any) -> None:
     kind = type(module).__name__
     state.tape.compiled = state.tape.compiled or kind == "OptimizedModule"
     if id(module) not in state.module_paths:
@@ -52,20 +54,21 @@ def _enter_module(state: _State, module: torch.nn.Module, args: Any) -> None:
     call = ModuleCall(path, kind, first=len(state.tape.operations))
     state.tape.modules.append(call)
     state.module_stack.append((call, path or kind))
-    call.inputs = [state.slot(tensor) for tensor in _nested_tensors(args)]
+    state.grad_enabled = torch.is_grad_enabled()
+    call.inputs = [state.slot(tensor) for tensor in tensors_in(args)]
     call.first = len(state.tape.operations)
 
 
-def _leave_module(state: _State, output: Any) -> None:
+def _leave_module(state: State, output: Any) -> None:
     if not state.module_stack:
         return
     call, _ = state.module_stack.pop()
     if call is not None:
         call.last = len(state.tape.operations)
-        call.outputs = [slot for t in _nested_tensors(output) if (slot := state.slot_of.get(t._cdata)) is not None]
+        call.outputs = [slot for t in tensors_in(output) if (slot := state.slot_of.get(t._cdata)) is not None]
 
 
-def _learn_paths(state: _State, root: torch.nn.Module) -> None:
+def _learn_paths(state: State, root: torch.nn.Module) -> None:
     """Paths of a module and all it contains, in the words of the parameter names; wrappers leave no trace."""
     plain = {}
     dropped = [name for name, module in root.named_modules() if type(module).__name__ in WRAPPERS]
@@ -97,29 +100,44 @@ def _without_wrappers(path: str, dropped: list[str]) -> str:
 
 
 @contextmanager
-def watched_functions(state: _State) -> Iterator[None]:
+def watched_functions(state: State) -> Iterator[None]:
     """Notes every call of a hand-written autograd.Function: its class, arguments, operations and results."""
     with ExitStack() as stack:
         for cls in _function_classes(torch.autograd.Function):
-            own = cls.__dict__.get("forward")
-            if own is None or (cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction"):
-                continue
-            setattr(cls, "forward", staticmethod(_watched_forward(state, cls, cls.forward)))
-            stack.callback(setattr, cls, "forward", own)
+            _watch_class(state, stack, cls)
+        begin = FunctionMeta.__init__
+
+        def watched_begin(cls: Any, *args: Any, **kwargs: Any) -> None:
+            begin(cls, *args, **kwargs)
+            _watch_class(state, stack, cls)  # a class made inside the step
+
+        FunctionMeta.__init__ = watched_begin  # type: ignore[method-assign]
+        stack.callback(setattr, FunctionMeta, "__init__", begin)
         yield
 
 
+def _watch_class(state: State, stack: ExitStack, cls: Any) -> None:
+    own = cls.__dict__.get("forward")
+    theirs = cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction"
+    if own is None or theirs or issubclass(cls, BackwardCFunction):
+        return
+    watched = staticmethod(_watched_forward(state, cls, own.__get__(None, cls)))
+    setattr(cls, "forward", watched)  # noqa: B010
+    stack.callback(setattr, cls, "forward", own)
+
+
 def _function_classes(cls: type) -> Iterator[type]:
+    child: type
     for child in cls.__subclasses__():
         if not issubclass(child, BackwardCFunction):
             yield child
         yield from _function_classes(child)
 
 
-def _watched_forward(state: _State, cls: type, forward: Callable) -> Callable:
+def _watched_forward(state: State, cls: type, forward: Callable) -> Callable:
     @wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        call = state.guarded(_enter_function, state, cls, args)
+        call = state.guarded(_enter_function, state, cls, args) if state.active else None
         output = None
         try:
             output = forward(*args, **kwargs)
@@ -131,7 +149,7 @@ def _watched_forward(state: _State, cls: type, forward: Callable) -> Callable:
     return watched
 
 
-def _enter_function(state: _State, cls: type, args: tuple) -> FunctionCall | None:
+def _enter_function(state: State, cls: type, args: tuple) -> FunctionCall | None:
     state.call_depth += 1
     if state.call_depth > 1 or state.backward:
         return FunctionCall(-1, cls, (), 0, "", None, 0)  # inside another one: part of it
@@ -144,7 +162,7 @@ def _enter_function(state: _State, cls: type, args: tuple) -> FunctionCall | Non
         args=tuple(state.reference(arg) if isinstance(arg, torch.Tensor) else arg for arg in args),
         first=0,
         module=state.module_stack[-1][1] if state.module_stack else "",
-        line=_caller(state),
+        line=state.user_line()[0],
         sequence=torch.autograd._get_sequence_nr() - 1,
     )
     call.dtypes = {slot: state.tape.slots[slot].dtype for slot in call.inputs}
@@ -154,11 +172,7 @@ def _enter_function(state: _State, cls: type, args: tuple) -> FunctionCall | Non
     return call
 
 
-def _caller(state: _State) -> Any:
-    return state.user_line()[0]
-
-
-def _leave_function(state: _State, call: FunctionCall, output: Any) -> None:
+def _leave_function(state: State, call: FunctionCall, output: Any) -> None:
     state.call_depth -= 1
     if call.index < 0:
         return
@@ -172,155 +186,72 @@ def _leave_function(state: _State, call: FunctionCall, output: Any) -> None:
         state.load_unknown([value], call.line)
         slot = state.slot(value)
         if known is None and state.tape.slots[slot].made_by is None:
-            state.tape.slots[slot].kind, state.tape.slots[slot].name = "outside", f"result of {call.cls.__name__}"
+            state.tape.slots[slot].kind, state.tape.slots[slot].name = (
+                "outside",
+                f"result of {call.cls.__name__}",
+            )
             call.opaque = call.opaque or "its result is made outside PyTorch"
         call.outputs.append(slot)
     call.last = len(state.tape.operations)
+    if not call.opaque and not depends_on_inputs(state.tape, call):
+        call.opaque = "its result is made outside PyTorch"
     state.forward_at.setdefault(call.sequence, min(call.first, max(len(state.tape.operations) - 1, 0)))
     state.call = None
 
 
-@contextmanager
-def watched_backwards(state: _State) -> Iterator[None]:
-    """Notes every run of the autograd engine: roots, leaves, and the gradient that reached each slot."""
-    run = torch.autograd._engine_run_backward
-
-    def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as hooks:
-            call = state.guarded(_enter_backward, state, hooks, outputs, args, kwargs)
-            try:
-                result = run(outputs, *args, **kwargs)
-            finally:
-                if call is not None:
-                    state.backward.pop()
-            if call is not None:
-                state.guarded(_leave_backward, state, call, result)
-            return result
-
-    global BACKWARD_CODE
-    BACKWARD_CODE = _run_backward.__code__
-    torch.autograd._engine_run_backward = _run_backward  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run
-
-
-BACKWARD_CODE: Any = None
-
-
-def _enter_backward(state: _State, hooks: ExitStack, outputs: Any, args: tuple, kwargs: dict) -> BackwardCall | None:
-    roots = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    if not all(isinstance(root, torch.Tensor) for root in roots):
-        return None  # gradient edges: the operations are taped, the call is not
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(root) for root in roots):
-        return None  # torch.func differentiates explicitly: its operations are ordinary ones on the tape
-    gradients = list(args[0]) if args else [None] * len(roots)
-    inputs = args[3] if len(args) > 3 else kwargs.get("inputs")
-    accumulates = bool(kwargs.get("accumulate_grad", False))
-    call = BackwardCall(
-        index=len(state.tape.backwards),
-        roots=[state.slot(root) for root in roots],
-        root_gradients=[None if gradient is None else state.slot(gradient) for gradient in gradients],
-        inputs=[state.slot(value) for value in inputs] if inputs and not accumulates else None,
-        create_graph=bool(args[2]) if len(args) > 2 else False,
-        accumulates=accumulates,
-        nested=bool(state.backward),
-        first=0,
-        line=_caller(state),
+def depends_on_inputs(tape: Tape, call: FunctionCall) -> bool:
+    """True when the operations of a forward lead from its inputs to its results."""
+    reached = {arg.slot for arg in call.args if isinstance(arg, Ref) and arg.tracked}
+    if not reached:
+        return True
+    for operation in tape.operations[call.first : call.last]:
+        if not reached.isdisjoint(operation.reads):
+            reached.update((*operation.makes, *operation.writes))
+    storages = {tape.slots[slot].storage for slot in reached}
+    return any(
+        slot in reached or tape.slots[slot].storage in storages for slot in call.outputs if slot is not None
     )
-    call.first = len(state.tape.operations)
-    state.tape.backwards.append(call)
-    _watch_nodes(state, hooks, call, roots)
-    state.backward.append(call)
-    return call
-
-
-def _leave_backward(state: _State, call: BackwardCall, result: Any) -> None:
-    if call.inputs is not None:
-        call.results = [None if value is None else state.slot(value) for value in result]
-    for _, slot, _ in call.contributions:
-        parameter = next((p for p in state.parameters.values() if state.slot_of.get(p._cdata) == slot), None)
-        if parameter is not None and parameter.grad is not None:
-            call.stored[slot] = state.slot(parameter.grad)
-    call.last = len(state.tape.operations)
-
-
-def _watch_nodes(state: _State, hooks: ExitStack, call: BackwardCall, roots: list[torch.Tensor]) -> None:
-    functions = {function.sequence: function for function in state.tape.functions}
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            hook = _contribution_hook(state, call, node.variable)
-            hooks.callback(node.register_prehook(hook).remove)
-        else:
-            sequence = node._sequence_nr()
-            hooks.callback(node.register_prehook(_received_hook(state, call, sequence)).remove)
-            function = functions.get(sequence) if isinstance(node, BackwardCFunction) else None
-            if function is not None:
-                hooks.callback(node.register_hook(_function_hook(state, call, function)).remove)
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-
-
-def _contribution_hook(state: _State, call: BackwardCall, parameter: torch.Tensor) -> Callable:
-    def note(gradients: tuple) -> None:
-        if gradients[0] is not None:
-            call.contributions.append((0, state.slot(parameter), state.slot(gradients[0])))
-            call.contributions[-1] = (len(state.tape.operations), *call.contributions[-1][1:])
-
-    return lambda gradients: state.guarded(note, gradients)
-
-
-def _received_hook(state: _State, call: BackwardCall, sequence: int) -> Callable:
-    def note(gradients: tuple) -> None:
-        for output, gradient in enumerate(gradients):
-            slot = state.made_at.get((sequence, output))
-            if gradient is not None and slot is not None:
-                made = state.slot(gradient)
-                call.received.append((len(state.tape.operations), slot, made))
-
-    return lambda gradients: state.guarded(note, gradients)
-
-
-def _function_hook(state: _State, call: BackwardCall, function: FunctionCall) -> Callable:
-    def note(gradients_out: tuple, gradients_in: tuple) -> None:
-        slots_in = [None if g is None else state.slot(g) for g in gradients_in]
-        slots_out = [None if g is None else state.slot(g) for g in gradients_out]
-        function.backwards.append((len(state.tape.operations), slots_in, slots_out, call.first))
-
-    return lambda gradients_out, gradients_in: state.guarded(note, gradients_out, gradients_in)
 
 
 @contextmanager
-def watched_optimizers(state: _State) -> Iterator[None]:
-    """Operations inside optimizer.step belong to the optimizer, except those of a closure."""
+def eager_compiler(state: State) -> Iterator[None]:
+    """Compiled code runs operation by operation; with fullgraph=True it would refuse to run under a tape."""
+    loaded = any(name in sys.modules for name in ("torch._dynamo", "torch.nn.attention.flex_attention"))
+    with torch.compiler.set_stance("force_eager") if loaded else nullcontext():
+        yield
+
+
+@contextmanager
+def watched_optimizers(state: State) -> Iterator[None]:
+    """Marks the operations of an optimizer's step."""
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: enter_optimizer(state, optimizer)).remove)
         stack.callback(register_optimizer_step_post_hook(lambda *_: leave_optimizer(state)).remove)
         yield
 
 
-def enter_optimizer(state: _State, optimizer: torch.optim.Optimizer) -> None:
+def enter_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
     state.optimizer_depth += 1
+    state.tape.stepped_at.append(len(state.tape.operations))
     if any(call.accumulates for call in state.tape.backwards):
         state.guarded(state.note_gradients, [p for group in optimizer.param_groups for p in group["params"]])
 
 
-def leave_optimizer(state: _State) -> None:
+def leave_optimizer(state: State) -> None:
     state.optimizer_depth = max(0, state.optimizer_depth - 1)
 
 
-def _nested_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from _nested_tensors(part)
-    elif isinstance(tree, dict):
-        for part in tree.values():
-            yield from _nested_tensors(part)
+@contextmanager
+def watched_clearing(state: State) -> Iterator[None]:
+    """Notes every zero_grad: setting .grad to None is no operation."""
+    with ExitStack() as stack:
+        for cls in (torch.nn.Module, torch.optim.Optimizer):
+            own = cls.zero_grad
+
+            def watched(self: Any, *args: Any, _own: Callable = own, **kwargs: Any) -> Any:
+                state.tape.cleared_at.append(len(state.tape.operations))
+                return _own(self, *args, **kwargs)
+
+            stack.callback(setattr, cls, "zero_grad", own)
+            cls.zero_grad = wraps(own)(watched)  # type: ignore[method-assign]
+        yield

@@ -20,7 +20,9 @@ class Cut:
     line: Line | None
 
     def __str__(self) -> str:
-        where = f"{f'{self.module}, ' if self.module else ''}{self.line}" if self.line else "nowhere on the tape"
+        where = (
+            f"{f'{self.module}, ' if self.module else ''}{self.line}" if self.line else "nowhere on the tape"
+        )
         return f"{self.parameter} gets no gradient: {self.how}, {where}"
 
 
@@ -63,14 +65,24 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int]) -> Cut:
             return Cut(parameter.name, how, operation.module, operation.line)
     last = leaving or (candidates[-1] if candidates else None)
     if last is not None and parameter.index not in towards_loss:
-        return Cut(parameter.name, f"{last[1]}, and no operation leads on to the loss", last[0].module, last[0].line)
-    how = "it is part of the loss, but its backward returned nothing" if parameter.index in towards_loss else "it is not used by the loss"
+        return Cut(
+            parameter.name, f"{last[1]}, and no operation leads on to the loss", last[0].module, last[0].line
+        )
+    how = (
+        "it is part of the loss, but its backward returned nothing"
+        if parameter.index in towards_loss
+        else "it is not used by the loss"
+    )
     return Cut(parameter.name, how, "", None)
 
 
 def _stops(tape: Tape, operation: Operation, followed: set[int]) -> str:
     """Why an operation passes no gradient on; empty when it does."""
-    refs_untracked = [ref for ref in references((operation.args, operation.kwargs)) if ref.slot in followed and not ref.tracked]
+    refs_untracked = [
+        ref
+        for ref in references((operation.args, operation.kwargs))
+        if ref.slot in followed and not ref.tracked
+    ]
     if operation.call is not None:
         return ""
     if operation.name == "detach":

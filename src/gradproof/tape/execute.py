@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradproof.tape.operations import Operation, Ref, Slot, references, replace_references
+from gradproof.tape.operations import Operation, Ref, Slot, replace_references
 from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of, written_arguments
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,10 +31,16 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def execute(
-    operation: Operation, value: Callable[[Ref], torch.Tensor], slots: list[Slot], dtype: torch.dtype | None, fresh: float
+    operation: Operation,
+    value: Callable[[Ref], torch.Tensor],
+    slots: list[Slot],
+    dtype: torch.dtype | None,
+    fresh: float,
 ) -> tuple[Any, str]:
     """(result, note): the operator run again; the note says when it was not run as recorded."""
     func, name = operation.func, operation.name
+    if operation.frozen is not None and not operation.writes and name != "native_dropout":
+        return _frozen_constants(operation, dtype), ""
     args = replace_references(operation.args, value)
     kwargs = replace_references(operation.kwargs, value)
     if operation.frozen is not None:
@@ -51,6 +57,8 @@ def execute(
         return _attention_formula(func, args, kwargs), ""
     if not any(isinstance(part, torch.Tensor) for part in _flat((args, kwargs))):
         return _map(func(*args, **kwargs), lambda t: converted(t, dtype)), ""  # a constant: as it was
+    if name == "view" and any(isinstance(part, torch.dtype) for part in args):
+        return _own_precision(operation, value, slots, dtype, TypeError("looks at bits"))
     try:
         result = func(*_in_precision(name, args, dtype), **_in_precision(name, kwargs, dtype))
         return _map(result, lambda t: converted(t, dtype)), ""
@@ -69,7 +77,7 @@ def _own_precision(
         tensor = value(ref)
         return tensor.to(slots[ref.slot].dtype) if tensor.is_floating_point() else tensor
 
-    if operation.name == "view":
+    if operation.name == "view" and not any(isinstance(part, torch.dtype) for part in operation.args):
         args = replace_references(operation.args, value)
         return args[0].reshape(args[1]), ""  # another memory layout than recorded
     args, kwargs = replace_references((operation.args, operation.kwargs), lowered)
@@ -98,21 +106,32 @@ def _first_line(error: Exception) -> str:
 
 
 def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch.dtype | None) -> Any:
+    """A random operator with its recorded numbers: dropout by its mask, in-place ones by what they left."""
     assert operation.frozen is not None
     if operation.name == "native_dropout":
         mask = operation.frozen[1]
         p = argument(operation.func, args, kwargs, "p", 0.5)
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0  # type: ignore[operator]
         return args[0] * mask * scale, mask
-    if operation.writes:
-        targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
-        for target, frozen in zip(targets, operation.frozen, strict=True):
-            with torch.no_grad():
-                target.detach().copy_(frozen)
-        return args[0]
-    made = list(references(operation.results))
-    values = [converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype) for frozen in operation.frozen]
-    return values[0] if len(made) == 1 and isinstance(operation.results, Ref) else tuple(values)
+    if operation.name == "rrelu_with_noise":
+        noise = converted(operation.frozen[-1], dtype)
+        args[1].copy_(noise)
+        return args[0] * noise
+    targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
+    for target, frozen in zip(targets, operation.frozen, strict=True):
+        with torch.no_grad():
+            target.detach().copy_(frozen)
+    return args[0]
+
+
+def _frozen_constants(operation: Operation, dtype: torch.dtype | None) -> Any:
+    """Recorded results as they were; nothing leads from the arguments to them."""
+    assert operation.frozen is not None
+    values = [
+        converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype)
+        for frozen in operation.frozen
+    ]
+    return values[0] if isinstance(operation.results, Ref) else tuple(values)
 
 
 def _recorded_dtype(operation: Operation, frozen: torch.Tensor) -> torch.dtype:
@@ -121,8 +140,14 @@ def _recorded_dtype(operation: Operation, frozen: torch.Tensor) -> torch.dtype:
     return torch.get_default_dtype() if frozen.dtype == torch.bool else frozen.dtype
 
 
-def _fresh_memory(func: Callable, args: tuple, kwargs: dict, dtype: torch.dtype | None, fresh: float) -> torch.Tensor:
-    result = func(*args, **_in_precision(name_of(func), kwargs, dtype)) if dtype is not None else func(*args, **kwargs)
+def _fresh_memory(
+    func: Callable, args: tuple, kwargs: dict, dtype: torch.dtype | None, fresh: float
+) -> torch.Tensor:
+    result = (
+        func(*args, **_in_precision(name_of(func), kwargs, dtype))
+        if dtype is not None
+        else func(*args, **kwargs)
+    )
     result = converted(result, dtype)
     with torch.no_grad():
         return result.fill_(fresh) if result.is_floating_point() or result.is_complex() else result.zero_()
@@ -146,21 +171,28 @@ def _in_precision(name: str, tree: Any, dtype: torch.dtype) -> Any:
 def _attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
     """softmax(q kᵀ · scale + bias) v, what all fused attention operators compute; (B, H, T, D)."""
     query, key, value = args[:3]
-    bias = argument(func, args, kwargs, "attn_bias") if "efficient" in str(func) or "cudnn" in str(func) else None
+    bias = (
+        argument(func, args, kwargs, "attn_bias")
+        if "efficient" in str(func) or "cudnn" in str(func)
+        else None
+    )
     if bias is None:
         bias = argument(func, args, kwargs, "attn_mask")
     scale = argument(func, args, kwargs, "scale")
     factor = scale if isinstance(scale, float) else 1.0 / math.sqrt(query.shape[-1])
+    if key.shape[1] != query.shape[1]:  # grouped queries
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     scores = (query @ key.mT) * factor
     if argument(func, args, kwargs, "is_causal", False):
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
     if isinstance(bias, torch.Tensor):
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-    out = torch.softmax(scores, -1) @ value
+    nothing = scores.amax(-1, keepdim=True) == -math.inf  # a row without any key gives zero, not NaN
+    out = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0) @ value
     # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return (out, torch.logsumexp(scores, -1))
+    return (out,)  # what else they return only their own backward reads
 
 
 def _flat(tree: Any) -> list:

@@ -1,7 +1,7 @@
-"""The first operation of a step that makes a NaN or an infinity which reaches the loss, a gradient or a parameter.
+"""The first operation that makes a NaN or an infinity which reaches the loss, a gradient or a parameter.
 
-    bad = find_first_bad_operation(tape)
-    print(bad)    # operator, module, source line, the operands that did it, the chain to the loss, the batch row
+bad = find_first_bad_operation(tape)
+print(bad)  # operator, module, source line, the operands that did it, the chain to the loss, the batch row
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Line, Operation, Tape
+from gradproof.tape.pattern import ranges
 from gradproof.tape.replay import Player
 from gradproof.tape.rows import trace_rows
 from gradproof.tape.trace import Bad, Trace, follow, origins
@@ -33,7 +34,9 @@ class Operand:
     def __str__(self) -> str:
         here = "" if self.at_bad is None else f", {self.at_bad:.4g} where the result is bad"
         zeros = f", {self.zeros} zeros" if self.zeros else ""
-        return f"{self.name} {self.dtype}{list(self.shape)} from {self.low:.4g} to {self.high:.4g}{zeros}{here}"
+        return (
+            f"{self.name} {self.dtype}{list(self.shape)} from {self.low:.4g} to {self.high:.4g}{zeros}{here}"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class FirstBad:
 
     def __str__(self) -> str:
         made = f"{self.operator} in {self.phase}" + (f" ({self.node})" if self.node else "")
-        lines = [f"first bad value: {self.value} from {made}" if self.kind == "operation" else f"first bad value: {self.why}"]
+        lines = [
+            f"first bad value: {self.value} from {made}"
+            if self.kind == "operation"
+            else f"first bad value: {self.why}"
+        ]
         lines += [f"  module   {self.module}"] if self.module else []
         lines += [f"  line     {self.line}"] if self.line else []
         lines += [f"  because  {self.why}"] if self.kind == "operation" and self.why else []
@@ -87,7 +94,7 @@ class NeverWritten:
 
 
 def find_first_bad_operation(tape: Tape) -> FirstBad | None:
-    """The first operation whose non-finite result reaches the loss, a gradient or a parameter; None when none does."""
+    """The first operation whose non-finite result reaches the loss, a gradient or a parameter."""
     trace = follow(tape, fresh=math.nan)
     found = _first(tape, trace)
     if found is None:
@@ -106,7 +113,9 @@ def find_never_written(tape: Tape) -> NeverWritten | None:
     """Memory that was never written and yet reaches the loss or a gradient."""
     for index, text in tape.never_written.items():
         operation = tape.operations[index]
-        return NeverWritten("fresh memory", operation.module, operation.line, f"{text} were read and never written")
+        return NeverWritten(
+            "fresh memory", operation.module, operation.line, f"{text} were read and never written"
+        )
     trace = follow(tape, fresh=math.nan)
     found = _first(tape, trace)
     if found is None or found[0].kind != "fresh":
@@ -116,8 +125,8 @@ def find_never_written(tape: Tape) -> NeverWritten | None:
 
 
 def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
-    groups = [([("the loss", bad) for bad in trace.loss]), trace.gradients, trace.parameters]
-    words = ("{}", "the gradient of {}", "{} after the optimizer's step")
+    groups = [[("the loss", bad) for bad in trace.loss], trace.outputs, trace.gradients, trace.parameters]
+    words = ("{}", "{}", "the gradient of {}", "{} after the optimizer's step")
     for targets, word in zip(groups, words, strict=True):
         if not targets:
             continue
@@ -134,11 +143,15 @@ def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
 def _operation(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
     operation = tape.operations[bad.operation]
     origin = tape.operations[operation.made_from] if operation.made_from is not None else operation
-    operands, mask, result, player = _operands_of(tape, operation, bad)
+    operands, mask, player = _operands_of(tape, operation, bad)
     in_backward = operation.in_backward is not None
     count = int(mask.sum()) if mask is not None else 0
-    where = tuple(mask.nonzero()[0].tolist()) if count else ()
-    rows = trace_rows(tape, operation, origin, mask) if mask is not None and operation.phase != "optimizer" else ""
+    where = tuple(mask.nonzero()[0].tolist()) if mask is not None and count else ()
+    rows = (
+        trace_rows(tape, operation, origin, mask)
+        if mask is not None and operation.phase != "optimizer"
+        else ""
+    )
     line = operation.line if operation.line is not None else origin.line
     module = operation.module or origin.module
     if operation.phase == "optimizer":
@@ -175,8 +188,6 @@ def _leaf(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
     words = {"parameter": "before the step already", "data": "as it came in"}[kind]
     where = tuple(mask.nonzero()[0].tolist())
     rows = sorted(set(mask.nonzero()[:, 0].tolist())) if mask.dim() > 0 else []
-    from gradproof.tape.pattern import ranges
-
     return FirstBad(
         kind=kind,
         index=-1,
@@ -191,7 +202,9 @@ def _leaf(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
         where=where,
         operands=(),
         why=f"{slot} is not finite {words}",
-        chain=tuple(_shorten([tape.operations[link.operation].name for link in chain[1:] if link.operation >= 0])),
+        chain=tuple(
+            _shorten([tape.operations[link.operation].name for link in chain[1:] if link.operation >= 0])
+        ),
         reaches=reaches,
         rows=f"row {ranges(rows)} of {slot}" if rows and len(rows) < value.shape[0] else "",
         scaled=False,
@@ -201,7 +214,9 @@ def _leaf(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
 def _never_written(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
     operation = tape.operations[bad.operation]
     links = [tape.operations[link.operation] for link in chain[1:] if link.operation >= 0]
-    reader = next((op for op in links if op.name not in ("detach", "alias", "view", "slice", "select")), operation)
+    reader = next(
+        (op for op in links if op.name not in ("detach", "alias", "view", "slice", "select")), operation
+    )
     shape = tape.slots[bad.slot].shape
     return FirstBad(
         kind="memory never written",
@@ -210,13 +225,14 @@ def _never_written(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> Firs
         phase=operation.phase,
         node=operation.node,
         module=operation.module,
-        line=operation.line or (tape.operations[operation.made_from].line if operation.made_from is not None else None),
+        line=operation.line
+        or (tape.operations[operation.made_from].line if operation.made_from is not None else None),
         value="nan",
         count=0,
         total=math.prod(shape),
         where=(),
         operands=(),
-        why=f"memory of {operation.name}{list(shape)} is read by {reader.name} before it is all written ({tape.place(reader)})",
+        why=f"{operation.name}{list(shape)} is read by {reader.name} before it is full, {tape.place(reader)}",
         chain=tuple(_shorten([op.name for op in links])),
         reaches=reaches,
         rows="",
@@ -224,7 +240,9 @@ def _never_written(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> Firs
     )
 
 
-def _operands_of(tape: Tape, operation: Operation, bad: Bad) -> tuple[list[Operand], torch.Tensor | None, object, Player]:
+def _operands_of(
+    tape: Tape, operation: Operation, bad: Bad
+) -> tuple[list[Operand], torch.Tensor | None, Player]:
     """The arguments of an operation just before it ran, and where its result is bad."""
     player = Player(tape, None, None)
     player.play(tape.operations[: operation.index], keep_for=operation)
@@ -243,10 +261,12 @@ def _operands_of(tape: Tape, operation: Operation, bad: Bad) -> tuple[list[Opera
         if operation.name.startswith("_f") and value.shape != tape.slots[bad.slot].shape:
             continue  # the other members of a list
         operands.append(_operand(tape, slot, value, mask, where))
-    return operands[:6], mask, result, player
+    return operands[:6], mask, player
 
 
-def _operand(tape: Tape, slot: int, value: torch.Tensor, mask: torch.Tensor | None, where: tuple | None) -> Operand:
+def _operand(
+    tape: Tape, slot: int, value: torch.Tensor, mask: torch.Tensor | None, where: tuple | None
+) -> Operand:
     entry = tape.slots[slot]
     numbers = value.double() if not value.is_complex() else value.abs().double()
     finite = numbers[torch.isfinite(numbers)]
@@ -276,7 +296,11 @@ def _explain(operation: Operation, operands: list[Operand], bad: Bad) -> str:
     name = operation.name.rstrip("_")
     if first is None:
         return ""
-    if name in ("div", "addcdiv", "_foreach_div", "_foreach_addcdiv", "true_divide") and len(here) > 1 and 0.0 in here[1:]:
+    if (
+        name in ("div", "addcdiv", "_foreach_div", "_foreach_addcdiv", "true_divide")
+        and len(here) > 1
+        and 0.0 in here[1:]
+    ):
         return "0 / 0" if here[0] == 0 else "division by zero"
     if name in ("log", "log2", "log10", "log1p") and here[0] is not None:
         return f"{name} of {here[0]:.4g}"
@@ -294,9 +318,8 @@ def _explain(operation: Operation, operands: list[Operand], bad: Bad) -> str:
         return "a row that is −inf everywhere: nothing is left to attend to"
     if name in ("var", "std", "var_mean", "std_mean"):
         return "the variance of a single sample is 0 / 0"
-    if name in ("mul", "_foreach_mul") and second is not None:
-        if bad.nan and (0.0 in here or any(value is not None and math.isinf(value) for value in here)):
-            return "infinity times zero"
+    if name in ("mul", "_foreach_mul") and second is not None and bad.nan and 0.0 in here:
+        return "infinity times zero"
     largest = max((max(abs(o.low), abs(o.high)) for o in operands if o.high == o.high), default=0.0)
     limit = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4e38}.get(first.dtype, 1.8e308)
     if not bad.nan or largest > math.sqrt(limit):
@@ -316,7 +339,9 @@ def _parameter_of(tape: Tape, operation: Operation, bad: Bad) -> str:
     """The parameter an optimizer operation works for: the one at the same place of its lists."""
     place = operation.writes.index(bad.slot) if bad.slot in operation.writes else None
     if place is None and isinstance(operation.results, (list, tuple)):
-        place = next((i for i, ref in enumerate(operation.results) if ref is not None and ref.slot == bad.slot), None)
+        place = next(
+            (i for i, ref in enumerate(operation.results) if ref is not None and ref.slot == bad.slot), None
+        )
     stepped = [tape.slots[slot].name for slot in tape.stepped]
     if place is not None and place < len(stepped):
         return stepped[place]
@@ -326,6 +351,10 @@ def _parameter_of(tape: Tape, operation: Operation, bad: Bad) -> str:
 
 def _shorten(names: list[str]) -> list[str]:
     """The chain without repetitions and views, at most eight links."""
-    plain = [n for n in names if n not in ("view", "detach", "t", "alias", "transpose", "_unsafe_view", "expand", "unsqueeze")]
+    plain = [
+        n
+        for n in names
+        if n not in ("view", "detach", "t", "alias", "transpose", "_unsafe_view", "expand", "unsqueeze")
+    ]
     unique = [name for i, name in enumerate(plain) if i == 0 or plain[i - 1] != name]
     return unique if len(unique) <= 8 else [*unique[:4], "…", *unique[-3:]]

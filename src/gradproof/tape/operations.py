@@ -1,12 +1,13 @@
-"""A recorded step as plain data: slots, operations, and the calls of modules, functions and backward between them.
+"""A recorded step as plain data: slots, operations, and the calls they belong to.
 
-A slot stands for one tensor of the step. It holds no values: those come back by replaying the operations from the leaves.
+A slot stands for one tensor of the step. It holds no values: those come back by replaying from the leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +37,9 @@ class Slot:
     device: torch.device
     made_by: int | None = None  # operation; None for a leaf
     storage: int = -1  # slots with the same number share memory
-    kind: str = "result"  # result, parameter, buffer, gradient, input, outside (made by something PyTorch did not see)
+    kind: str = "result"  # result, parameter, buffer, gradient, state, input; outside: not made by PyTorch
     name: str = ""
+    followed: bool = False  # an autograd node made it
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -60,7 +62,9 @@ class Operation:
     node: str  # the autograd node it ran for, in backward
     made_from: int | None  # the forward operation that node belongs to
     in_backward: int | None  # the backward call it belongs to
-    frozen: tuple | None = None  # recorded results of what cannot be computed again: random numbers, foreign kernels
+    frozen: tuple | None = (
+        None  # recorded results of what cannot be computed again: random numbers, foreign kernels
+    )
     fingerprint: int | None = None  # place in Tape.fingerprints
 
     @property
@@ -89,12 +93,23 @@ class ModuleCall:
     outputs: list[int] = field(default_factory=list)
 
 
+class OperatorFunction:
+    """An operator from outside PyTorch with a backward of its own, called like an autograd.Function."""
+
+    def __init__(self, func: Callable, kwargs: dict) -> None:
+        self.__name__ = str(func).removesuffix(".default")
+        self.func, self.kwargs = func, kwargs
+
+    def apply(self, *args: Any) -> Any:
+        return self.func(*args, **self.kwargs)
+
+
 @dataclass(slots=True)
 class FunctionCall:
-    """One call of a hand-written autograd.Function: forward operations first to last-1, and what its backward saw."""
+    """One call of a hand-written autograd.Function: its forward operations, and what its backward saw."""
 
     index: int
-    cls: type
+    cls: Any  # the class, or an OperatorFunction
     args: tuple  # tensors as Ref, the rest as they were
     first: int
     module: str
@@ -109,8 +124,10 @@ class FunctionCall:
 
     @property
     def backward_line(self) -> Line:
-        code = getattr(self.cls.backward, "__code__", None)  # type: ignore[attr-defined]
-        return Line(code.co_filename, code.co_firstlineno, "backward") if code else Line("?", 0, "backward")
+        code = getattr(getattr(self.cls, "backward", None), "__code__", None)
+        if code is None:
+            return self.line or Line("?", 0, "backward")
+        return Line(code.co_filename, code.co_firstlineno, "backward")
 
     @property
     def inputs(self) -> list[int]:
@@ -132,8 +149,12 @@ class BackwardCall:
     last: int = 0
     line: Line | None = None
     results: list[int | None] = field(default_factory=list)
-    contributions: list[tuple[int, int, int]] = field(default_factory=list)  # (at operation, parameter, gradient)
-    received: list[tuple[int, int, int]] = field(default_factory=list)  # (at operation, slot, gradient that reached it)
+    contributions: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (at operation, parameter, gradient)
+    received: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # (at operation, slot, gradient that reached it)
     stored: dict[int, int] = field(default_factory=dict)  # parameter -> its .grad afterwards
 
 
@@ -157,6 +178,8 @@ class Tape:
     modules: list[ModuleCall] = field(default_factory=list)
     functions: list[FunctionCall] = field(default_factory=list)
     backwards: list[BackwardCall] = field(default_factory=list)
+    cleared_at: list[int] = field(default_factory=list)  # operations before which zero_grad was called
+    stepped_at: list[int] = field(default_factory=list)  # operations before which an optimizer's step began
     stepped: list[int] = field(default_factory=list)  # parameters that an operation of the step changed
     # parameter -> (operation, .grad): as the optimizer saw it, or at the end
     final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -166,6 +189,19 @@ class Tape:
     compiled: bool = False
     scaled: set[int] = field(default_factory=set)  # operations in which a GradScaler scaled a loss
     broken: str = ""  # why recording stopped early
+
+    @cached_property
+    def last_write(self) -> dict[int, int]:
+        """Memory -> the last operation that changes it."""
+        return {self.slots[slot].storage: op.index for op in self.operations for slot in op.writes}
+
+    @cached_property
+    def memory_of(self) -> dict[int, Memory]:
+        return {slot: memory for memory in self.memories for slot in memory.views}
+
+    @cached_property
+    def leaf_named(self) -> dict[str, int]:
+        return {slot.name: slot.index for slot in self.leaves() if slot.name}
 
     def leaves(self, kind: str | None = None) -> list[Slot]:
         return [slot for slot in self.slots if slot.made_by is None and (kind is None or slot.kind == kind)]
@@ -191,10 +227,8 @@ class Tape:
         """What a leaf held before the step."""
         if slot in self.loose:
             return self.loose[slot]
-        for memory in self.memories:
-            if slot in memory.views:
-                return memory.flat.as_strided(*memory.views[slot])
-        raise KeyError(f"slot {slot} is not a leaf")
+        memory = self.memory_of[slot]
+        return memory.flat.as_strided(*memory.views[slot])
 
     def bytes(self) -> int:
         """Bytes the tape holds: leaves, random results."""
@@ -204,7 +238,7 @@ class Tape:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def place(self, operation: Operation) -> str:
-        """Where an operation is: module path and source line; of a backward operation, those of its forward."""
+        """Module path and source line of an operation, or of the forward it belongs to."""
         origin = operation
         if operation.phase == "backward" and operation.made_from is not None:
             origin = self.operations[operation.made_from]

@@ -1,9 +1,9 @@
-"""What the tape has to know about an operator: what it writes, whether it is random, whether it reads values at all."""
+"""What the tape has to know about an operator: what it writes, whether it is random, what it reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -33,7 +33,7 @@ def is_collective(func: Callable) -> bool:
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
 
 
-@lru_cache(maxsize=None)
+@cache
 def written_arguments(func: Callable) -> tuple[tuple[int, str], ...]:
     """(position, name) of the arguments an operator changes in place."""
     schema = getattr(func, "_schema", None)
@@ -47,7 +47,7 @@ def written_arguments(func: Callable) -> tuple[tuple[int, str], ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_view(func: Callable) -> bool:
     """True when a result looks into an argument's memory, so that nothing is computed."""
     schema = getattr(func, "_schema", None)
@@ -55,7 +55,7 @@ def is_view(func: Callable) -> bool:
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_seeded(func: Callable) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 

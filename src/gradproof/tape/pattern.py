@@ -1,19 +1,24 @@
-"""What a wrong gradient looks like next to the right one: scaled, negated, transposed, shifted, wrong in some rows."""
+"""What a wrong gradient looks like next to the right one: scaled, negated, transposed, wrong in some rows."""
 
 from __future__ import annotations
 
 import torch
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64; complex numbers as pairs."""
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
 def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
     """|got − truth| / |truth|; infinite when anything is not finite."""
-    distance = float(torch.linalg.vector_norm(got.double() - truth.double()))
-    size = float(torch.linalg.vector_norm(truth.double()))
+    distance = float(torch.linalg.vector_norm(wide(got) - wide(truth)))
+    size = float(torch.linalg.vector_norm(wide(truth)))
     return distance / size if size > 0 else (0.0 if distance == 0 else float("inf"))
 
 
 def cosine(got: torch.Tensor, truth: torch.Tensor) -> float:
-    a, b = got.double().flatten(), truth.double().flatten()
+    a, b = wide(got).flatten(), wide(truth).flatten()
     return float(a @ b / (a.norm() * b.norm()).clamp_min(1e-300))
 
 
@@ -23,7 +28,7 @@ def describe_difference(got: torch.Tensor | None, truth: torch.Tensor, tolerance
         return "no gradient comes back"
     if got.shape != truth.shape:
         return f"shape {list(got.shape)} instead of {list(truth.shape)}"
-    got, truth = got.double(), truth.double()
+    got, truth = wide(got), wide(truth)
     if not bool(torch.isfinite(got).all()):
         return f"{int((~torch.isfinite(got)).sum())} of {got.numel()} entries are not finite"
     if not bool(got.any()):
@@ -34,7 +39,9 @@ def describe_difference(got: torch.Tensor | None, truth: torch.Tensor, tolerance
     scale = float((got * truth).sum()) / size
     close = max(20 * tolerance, 1e-3)
     if relative_error(got, scale * truth) <= close and scale != 0:
-        return "the sign is wrong" if abs(scale + 1) <= close else f"{scale:.4g} × expected{_hint(scale, truth)}"
+        return (
+            "the sign is wrong" if abs(scale + 1) <= close else f"{scale:.4g} × expected{_hint(scale, truth)}"
+        )
     for name, other in _rearranged(truth):
         if relative_error(got, other) <= close:
             return name
@@ -43,7 +50,10 @@ def describe_difference(got: torch.Tensor | None, truth: torch.Tensor, tolerance
 
 def _hint(scale: float, truth: torch.Tensor) -> str:
     for dim, size in enumerate(truth.shape):
-        for factor, word in ((size, "a sum where a mean was meant"), (1 / max(size, 1), "divided once too often")):
+        for factor, word in (
+            (size, "a sum where a mean was meant"),
+            (1 / max(size, 1), "divided once too often"),
+        ):
             if size > 1 and abs(scale / factor - 1) < 1e-3:
                 return f" ({word}? dimension {dim} has {size} entries)"
     return ""
@@ -69,13 +79,22 @@ def _where(got: torch.Tensor, truth: torch.Tensor, close: float) -> str:
         size = truth.shape[dim]
         if size < 2:
             continue
-        moved_got, moved_truth = got.movedim(dim, 0).reshape(size, -1), truth.movedim(dim, 0).reshape(size, -1)
-        wrong = (moved_got - moved_truth).norm(dim=1) > close * moved_truth.norm(dim=1) + 1e-12 * moved_truth.norm()
+        moved_got, moved_truth = (
+            got.movedim(dim, 0).reshape(size, -1),
+            truth.movedim(dim, 0).reshape(size, -1),
+        )
+        wrong = (moved_got - moved_truth).norm(dim=1) > close * moved_truth.norm(
+            dim=1
+        ) + 1e-12 * moved_truth.norm()
         share = float(wrong.double().mean())
         if 0 < share < fewest:
             fewest = share
             rows = wrong.nonzero().flatten().tolist()
-            state = "zero" if not bool(moved_got[wrong].any()) else f"{relative_error(moved_got[wrong], moved_truth[wrong]):.2g} off"
+            state = (
+                "zero"
+                if not bool(moved_got[wrong].any())
+                else f"{relative_error(moved_got[wrong], moved_truth[wrong]):.2g} off"
+            )
             best = f"{state} at {ranges(rows)} of dimension {dim} (size {size}), right elsewhere"
     text = f"{relative_error(got, truth):.2g} off, cosine {cosine(got, truth):.4f}"
     remainder = got - truth

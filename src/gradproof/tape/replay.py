@@ -1,15 +1,15 @@
 """Plays a tape again: exactly as recorded, or in another precision, with other leaves, up to an operation.
 
-    replay_forward(tape).loss                                    # the recorded loss, bit for bit on CPU
-    replay_forward(tape, leaves={"head.weight": w + 0.1 * d}).loss    # the loss somewhere else
-    replay_exactly(tape, keep=[slot]).values[slot]                # what any operation made, backward included
-    differentiate(tape, dtype=torch.float64).gradients           # PyTorch's own derivative of what the forward computed
+replay_forward(tape).loss                                 # the recorded loss, bit for bit on CPU
+replay_forward(tape, leaves={"head.weight": moved}).loss  # the loss somewhere else
+replay_exactly(tape, keep=[slot]).values[slot]            # what any operation made, backward included
+differentiate(tape, dtype=torch.float64).gradients        # PyTorch's derivative of the recorded forward
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 
 from gradproof.tape.execute import CannotReplay, converted, execute
 from gradproof.tape.operations import BackwardCall, FunctionCall, Operation, Ref, Tape
-from gradproof.tape.record import alias, fingerprint, load
+from gradproof.tape.operators import is_collective
+from gradproof.tape.tensors import alias, fingerprint, load
 
 Leaves = Mapping[str, torch.Tensor] | Mapping[int, torch.Tensor]
 
@@ -27,10 +28,16 @@ Leaves = Mapping[str, torch.Tensor] | Mapping[int, torch.Tensor]
 class Replay:
     """What a replay brought back."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)  # the roots of each backward that filled gradients
+    losses: list[torch.Tensor] = field(
+        default_factory=list
+    )  # the roots of each backward that filled gradients
     values: dict[int, torch.Tensor] = field(default_factory=dict)  # the slots asked for
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # parameter slot -> summed over backwards
-    per_call: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)  # backward call -> parameter -> gradient
+    gradients: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # parameter slot -> summed over backwards
+    per_call: dict[int, dict[int, torch.Tensor]] = field(
+        default_factory=dict
+    )  # backward call -> parameter -> gradient
     slot_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)  # operation -> how it was replaced
     departs_at: int | None = None  # the first operation that made something else than recorded
@@ -50,7 +57,7 @@ def replay_forward(
 ) -> Replay:
     """The forward operations again, without gradients: losses and the slots asked for."""
     player = Player(tape, dtype, leaves, keep=keep, replace=replace)
-    player.play(_forward_operations(tape, until))
+    player.play(forward_operations(tape, until))
     return player.replay
 
 
@@ -79,17 +86,36 @@ def differentiate(
     gradients_at: Iterable[int] = (),
     follow_cuts: bool = False,
 ) -> Replay:
-    """PyTorch's derivative of the recorded forward: every backward call again, whatever hand-written backwards say."""
-    player = Player(tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts)
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
-        player.play(_forward_operations(tape, None))
+    """PyTorch's derivative of the recorded forward, whatever hand-written backwards say."""
+    player = Player(
+        tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
+    )
+    with player.saving.hooks():
+        player.play(forward_operations(tape, None))
     return player.replay
 
 
-def _forward_operations(tape: Tape, until: int | None) -> list[Operation]:
+def forward_operations(tape: Tape, until: int | None) -> list[Operation]:
+    """All operations but those of backward, up to the last backward call."""
     last = max((call.last for call in tape.backwards), default=len(tape.operations))
     chosen = [op for op in tape.operations[: until if until is not None else last] if op.in_backward is None]
     return [op for op in chosen if op.phase != "backward"]
+
+
+class Saving:
+    """What autograd saves during a replay is copied where a later operation overwrites it.
+
+    The graph holds on to its hooks: were they the player's own, graph and player would keep each other alive.
+    """
+
+    def __init__(self) -> None:
+        self.clone = False
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if self.clone else tensor.detach()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
 
 
 class Player:
@@ -114,20 +140,15 @@ class Player:
         self.keep, self.gradients_at = set(keep), set(gradients_at)
         self.replace = replace or {}
         self.replay = Replay()
-        self.clone_saved = False
+        self.saving = Saving()
         self.live_until = 0
-        self.memory_of = {slot: memory for memory in tape.memories for slot in memory.views}
         self.flats: dict[int, torch.Tensor] = {}
-        by_name = {slot.name: slot.index for slot in tape.leaves() if slot.name}
-        self.overrides = {by_name[k] if isinstance(k, str) else k: v for k, v in (leaves or {}).items()}
+        names = tape.leaf_named
+        self.overrides = {names[k] if isinstance(k, str) else k: v for k, v in (leaves or {}).items()}
         calls_live = open_functions and (autograd or dtype is not None or bool(self.overrides))
         self.opaque = [call for call in tape.functions if call.opaque] if calls_live else []
-        self.last_write: dict[int, int] = {}
-        for operation in tape.operations:
-            for slot in operation.writes:
-                self.last_write[tape.slots[slot].storage] = operation.index
 
-    # -- values --------------------------------------------------------------------------------------------------
+    # -- values
 
     def value(self, slot: int) -> torch.Tensor:
         """The current value of a slot; a leaf is loaded when it is first needed."""
@@ -140,13 +161,15 @@ class Player:
             return converted(self.overrides[slot].detach(), self.dtype).clone()
         if slot in self.tape.loose:
             return converted(self.tape.loose[slot], self.dtype).clone()
-        memory = self.memory_of.get(slot)
+        memory = self.tape.memory_of.get(slot)
         if memory is None:
             raise CannotReplay(f"{self.tape.slots[slot]} is not available")
         if id(memory) not in self.flats:
             flat = converted(memory.flat, self.dtype)
-            changes = self.tape.slots[slot].storage in self.last_write
-            self.flats[id(memory)] = flat.detach().clone() if flat is memory.flat and changes else flat.detach()
+            changes = self.tape.slots[slot].storage in self.tape.last_write
+            self.flats[id(memory)] = (
+                flat.detach().clone() if flat is memory.flat and changes else flat.detach()
+            )
         return self.flats[id(memory)].as_strided(*memory.views[slot]).detach()
 
     def argument(self, operation: Operation) -> Callable[[Ref], torch.Tensor]:
@@ -157,7 +180,9 @@ class Player:
             if ref.tracked and not tensor.requires_grad and tensor.is_floating_point() | tensor.is_complex():
                 tensor = self.env[ref.slot] = tensor.detach().requires_grad_()
                 self.hook(ref.slot, tensor)
-            elif tensor.requires_grad and not ref.tracked and operation.grad_enabled and operation.call is None:
+            elif (
+                tensor.requires_grad and not ref.tracked and operation.grad_enabled and operation.call is None
+            ):
                 return tensor if self.follow_cuts else tensor.detach()
             return tensor
 
@@ -165,12 +190,10 @@ class Player:
 
     def hook(self, slot: int, tensor: torch.Tensor) -> None:
         if slot in self.gradients_at and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self.replay.slot_gradients.__setitem__(slot, gradient))
+            found = self.replay.slot_gradients
+            tensor.register_hook(lambda gradient: found.__setitem__(slot, gradient.detach()))
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if self.clone_saved else tensor
-
-    # -- playing -------------------------------------------------------------------------------------------------
+    # -- playing
 
     def play(
         self,
@@ -189,7 +212,7 @@ class Player:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the step has said them once
-            for device in {"cpu", *(str(slot.device.type) for slot in self.tape.slots)}:
+            for device in {slot.device.type for slot in self.tape.slots} & {"cpu", "cuda", "xpu", "mps"}:
                 stack.enter_context(torch.autocast(device, enabled=False))
             for operation in operations:
                 while pending and pending[0] <= operation.index:
@@ -224,16 +247,12 @@ class Player:
         for operation in operations:
             for slot in (*operation.reads, *operation.makes):
                 last[slot] = operation.index
-        stay: set[int] = set(keep_for.reads) if keep_for is not None else set()
+        for at, slot in _looked_at(self.tape):
+            last[slot] = max(last.get(slot, at), at)
+        stay: set[int] = {*self.keep, *(keep_for.reads if keep_for is not None else ())}
         for call in self.tape.backwards:
             stay.update(call.roots, (s for s in call.root_gradients if s is not None), call.inputs or ())
-            stay.update(call.stored.values(), (gradient for _, _, gradient in call.contributions))
-            if not self.autograd and self.dtype is None:
-                stay.update(gradient for _, _, gradient in call.received)
-        stay.update(gradient for _, gradient in self.tape.final_gradients.values())
-        for function in self.tape.functions:
-            for _, gradients_in, gradients_out, _ in function.backwards:
-                stay.update(s for s in (*gradients_in, *gradients_out) if s is not None)
+            stay.update(call.stored.values())
         if self.autograd:  # leaves whose gradients are asked for
             stay.update(slot.index for slot in self.tape.slots if slot.made_by is None)
         dies: dict[int, list[int]] = {}
@@ -247,8 +266,13 @@ class Player:
         if not operation.results and not operation.writes:
             return
         touched = {self.tape.slots[slot].storage for slot in (*operation.reads, *operation.makes)}
-        self.clone_saved = any(self.last_write.get(storage, -1) > operation.index for storage in touched)
-        followed = operation.grad_enabled or (self.autograd and operation.call is not None)
+        self.saving.clone = any(
+            self.tape.last_write.get(storage, -1) > operation.index for storage in touched
+        )
+        followed = operation.grad_enabled or (
+            # inside a custom function, or the copy that its apply makes of an input returned as it is
+            self.autograd and (operation.call is not None or self._followed(operation))
+        )
         try:
             with torch.set_grad_enabled(followed):
                 result, note = self._run(operation)
@@ -263,6 +287,9 @@ class Player:
             result = self.replace[operation.index](result)
         self._store(operation.results, result, operation)
 
+    def _followed(self, operation: Operation) -> bool:
+        return any(self.tape.slots[slot].followed for slot in operation.makes if slot not in operation.writes)
+
     def _run(self, operation: Operation) -> tuple[Any, str]:
         if operation.func is load:
             assert operation.frozen is not None
@@ -273,6 +300,8 @@ class Player:
             else:
                 self.value(slot).copy_(frozen)
             return None, ""
+        if is_collective(operation.func) and operation.frozen is None:
+            return _without_others(operation), ""
         if operation.func is alias:
             return alias(self.argument(operation)(operation.args[0]), *operation.args[1:]), ""
         return execute(operation, self.argument(operation), self.tape.slots, self.dtype, self.fresh)
@@ -281,7 +310,9 @@ class Player:
         if isinstance(results, Ref):
             if results.slot in self.overrides and isinstance(values, torch.Tensor):
                 values = converted(self.overrides[results.slot].detach(), self.dtype).clone()
-            if isinstance(values, torch.Tensor) and not (results.slot in operation.writes and results.slot in self.env):
+            if isinstance(values, torch.Tensor) and not (
+                results.slot in operation.writes and results.slot in self.env
+            ):
                 self.env[results.slot] = values
                 self.hook(results.slot, values)
             if results.slot in self.keep and isinstance(values, torch.Tensor):
@@ -305,13 +336,15 @@ class Player:
 
         try:
             with torch.set_grad_enabled(self.autograd):
-                result = call.cls.apply(*(arg(value) for value in call.args))  # type: ignore[attr-defined]
+                result = call.cls.apply(*(arg(value) for value in call.args))
         except Exception as error:
             self.replay.notes[call.first] = f"{call.cls.__name__} could not be called again: {_first(error)}"
             return
         self.replay.notes[call.first] = f"{call.cls.__name__} was called as it is: {call.opaque}"
         self.live_until = call.last
-        for slot, value in zip(call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False):
+        for slot, value in zip(
+            call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False
+        ):
             if slot is not None and isinstance(value, torch.Tensor):
                 self.env[slot] = converted(value, self.dtype)
 
@@ -324,10 +357,21 @@ class Player:
         if now is None:
             return
         then = float(self.tape.fingerprints[operation.fingerprint])
-        if float(now) != then and not (now != now and then != then):
+        if float(now) == then or (now != now and then != then):
+            return
+        if all(self.tape.slots[slot].device.type == "cpu" for slot in made) or self._differs(
+            made, float(now), then
+        ):
             self.replay.departs_at = operation.index
 
-    # -- backward ------------------------------------------------------------------------------------------------
+    def _differs(self, made: list[int], now: float, then: float) -> bool:
+        """On a GPU sums run in any order: a difference counts when it is large against what was summed."""
+        sizes = [
+            float(self.env[s].abs().sum()) for s in made if s in self.env and self.env[s].is_floating_point()
+        ]
+        return not abs(now - then) <= 0.01 * sum(sizes)
+
+    # -- backward
 
     def root(self, call: BackwardCall) -> None:
         """A backward call: keep its loss and, when differentiating, run it by PyTorch's own derivative."""
@@ -348,17 +392,20 @@ class Player:
         if call.inputs is not None:
             targets = list(zip(call.inputs, (self.value(slot) for slot in call.inputs), strict=True))
         else:
-            targets = [(slot, tensor) for slot, tensor in self.env.items() if tensor.requires_grad and tensor.is_leaf]
+            targets = [
+                (slot, tensor) for slot, tensor in self.env.items() if tensor.requires_grad and tensor.is_leaf
+            ]
         wanted = [(slot, tensor) for slot, tensor in targets if tensor.requires_grad]
         gradients = torch.autograd.grad(
             [root for root, _ in pairs],
             [tensor for _, tensor in wanted],
-            [weight for _, weight in pairs],  # type: ignore[arg-type]
+            [weight for _, weight in pairs],
             retain_graph=True,
             create_graph=call.create_graph,
             allow_unused=True,
         )
-        found = {slot: g for (slot, _), g in zip(wanted, gradients, strict=True) if g is not None}
+        dense = [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
+        found = {slot: g for (slot, _), g in zip(wanted, dense, strict=True) if g is not None}
         if call.inputs is not None:
             for slot, result in zip(call.inputs, call.results, strict=False):
                 if result is not None and slot in found:
@@ -381,6 +428,25 @@ class Player:
             self.env[stored] = gradient.clone()
 
 
+def _looked_at(tape: Tape) -> Iterator[tuple[int, int]]:
+    """(operation, slot): gradients that somebody may look at before that operation."""
+    for call in tape.backwards:
+        for at, _, gradient in (*call.contributions, *call.received):
+            yield at, gradient
+    yield from tape.final_gradients.values()
+    for function in tape.functions:
+        for at, gradients_in, gradients_out, _ in function.backwards:
+            yield from ((at, slot) for slot in (*gradients_in, *gradients_out) if slot is not None)
+
+
+def _without_others(operation: Operation) -> Any:
+    """A collective is never run again: what it brought is read from the tape where it is used."""
+    if isinstance(operation.results, Ref):
+        slot = operation.results.slot
+        raise CannotReplay(f"{operation.name} talks to other processes (slot {slot})")
+    return None
+
+
 def _first(error: Exception) -> str:
     return (str(error).splitlines() or [repr(error)])[0][:160]
 
@@ -390,3 +456,16 @@ def real_contributions(tape: Tape, call: BackwardCall) -> list[tuple[int, int, i
     inside = [c for c in tape.backwards if c.nested and call.first <= c.first and c.last <= call.last]
     return sorted(triple for c in (call, *inside) for triple in c.contributions)
 
+
+def collect(into: dict[int, torch.Tensor], slot: int, gradient: int) -> Callable[[Player], None]:
+    """A look that adds a gradient's current value to what a slot has received."""
+
+    def look(player: Player) -> None:
+        try:
+            value = player.value(gradient).detach()
+        except CannotReplay:
+            return
+        value = value.to_dense() if value.layout != torch.strided else value.clone()
+        into[slot] = into[slot] + value if slot in into else value
+
+    return look

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from gradproof.tape.operations import Operation, Ref, Slot, Tape
 
 LOSSES = {  # operator -> place of its target among the arguments
-    "nll_loss_forward": 1, "nll_loss2d_forward": 1, "nll_loss_nd": 1, "mse_loss": 1, "l1_loss": 1, "huber_loss": 1,
-    "smooth_l1_loss": 1, "binary_cross_entropy": 1, "binary_cross_entropy_with_logits": 1, "soft_margin_loss": 1,
-    "multi_margin_loss": 1, "multilabel_margin_loss_forward": 1, "_ctc_loss": 1, "cross_entropy_loss": 1, "gather": 2,
+    "nll_loss_forward": 1, "nll_loss2d_forward": 1, "nll_loss_nd": 1, "mse_loss": 1, "l1_loss": 1,
+    "huber_loss": 1,
+    "smooth_l1_loss": 1, "binary_cross_entropy": 1, "binary_cross_entropy_with_logits": 1,
+    "soft_margin_loss": 1,
+    "multi_margin_loss": 1, "multilabel_margin_loss_forward": 1, "_ctc_loss": 1, "cross_entropy_loss": 1,
+    "gather": 2,
 }  # fmt: skip
 LOOKS_THROUGH = {
-    "view", "_unsafe_view", "slice", "select", "reshape", "_to_copy", "unsqueeze", "squeeze", "transpose", "permute", "t",
-    "expand", "detach", "alias", "clone", "split", "chunk", "unbind", "index", "lift_fresh", "contiguous", "where",
-    "masked_fill", "clamp_min", "ne", "eq",
+    "view", "_unsafe_view", "slice", "select", "reshape", "_to_copy", "unsqueeze", "squeeze", "transpose",
+    "permute", "t",
+    "expand", "detach", "alias", "clone", "split", "chunk", "unbind", "index", "lift_fresh", "contiguous",
+    "where",
+    "masked_fill", "clamp_min", "ne", "eq", "constant_pad_nd", "cat",
 }  # fmt: skip
 
 
@@ -37,6 +42,8 @@ def find_roles(tape: Tape) -> Roles:
     wanted: dict[int, None] = {}
     predictions: dict[int, None] = {}
     for leaf in tape.inputs:
+        if 0 in leaf.shape:
+            continue  # an empty cache
         reach = {leaf.index}
         fed = compared = False
         for operation in tape.operations:

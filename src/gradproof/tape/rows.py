@@ -13,7 +13,7 @@ MOST_ROWS = 4  # more rows than this say nothing
 
 
 def trace_rows(tape: Tape, operation: Operation, origin: Operation, bad: torch.Tensor) -> str:
-    """The batch rows behind a bad result; of a backward operation, behind the same elements of its forward."""
+    """The batch rows behind a bad result, or behind the same elements of its forward."""
     try:
         found = _trace(tape, origin, bad)
     except (CannotReplay, RuntimeError, IndexError):
@@ -22,7 +22,7 @@ def trace_rows(tape: Tape, operation: Operation, origin: Operation, bad: torch.T
 
 
 def _by_shape(tape: Tape, bad: torch.Tensor) -> str:
-    """When nothing differentiable leads to the batch: the place of the bad elements, where the shape is the batch's."""
+    """The place of the bad elements, where their shape is the batch's."""
     for slot in tape.inputs:
         if not slot.shape or slot.shape[0] < 2 or bad.dim() == 0:
             continue
@@ -42,7 +42,9 @@ def _by_shape(tape: Tape, bad: torch.Tensor) -> str:
 
 
 def _trace(tape: Tape, origin: Operation, bad: torch.Tensor) -> str:
-    sources: dict[int, tuple[torch.Tensor, int | None]] = {}  # slot -> (tensor to differentiate by, its indices' slot)
+    sources: dict[
+        int, tuple[torch.Tensor, int | None]
+    ] = {}  # slot -> (tensor to differentiate by, its indices' slot)
     player = Player(tape, None, None, autograd=True, follow_cuts=True)
     for slot in tape.inputs:
         if slot.dtype.is_floating_point and slot.shape:
@@ -56,17 +58,18 @@ def _trace(tape: Tape, origin: Operation, bad: torch.Tensor) -> str:
                 sources[operation.makes[0]] = (value, operation.reads[1])
 
     forward = [op for op in tape.operations[: origin.index] if op.in_backward is None]
-    with torch.autograd.graph.saved_tensors_hooks(player.pack, lambda tensor: tensor):
+    with player.saving.hooks():
         player.play(forward, after=after, keep_for=origin)
         operands = [player.value(slot) for slot in origin.reads if tape.slots[slot].dtype.is_floating_point]
         chosen = [(o, _elements(o, bad)) for o in operands if o.requires_grad]
-        total = sum((o[mask].sum() for o, mask in chosen if mask is not None), torch.zeros((), dtype=torch.float64))
+        total = sum(
+            (o[mask].sum() for o, mask in chosen if mask is not None), torch.zeros((), dtype=torch.float64)
+        )
         if not total.requires_grad or not sources:
             return ""
-        slots = list(sources)
-        gradients = torch.autograd.grad(total, [sources[s][0] for s in slots], allow_unused=True)
-    for slot, gradient in zip(slots, gradients, strict=True):
-        text = _describe(tape, slot, sources[slot][1], gradient) if gradient is not None else ""
+        found = torch.autograd.grad(total, [tensor for tensor, _ in sources.values()], allow_unused=True)
+    for (index, (_, indices)), gradient in zip(sources.items(), found, strict=True):
+        text = _describe(tape, index, indices, gradient) if gradient is not None else ""
         if text:
             return text
     return ""

@@ -1,11 +1,13 @@
-"""Did a backward read what its forward produced? What it reads is on the tape, and so is who wrote to that memory since."""
+"""Did a backward read what its forward produced, or was that memory written since?"""
 
 from __future__ import annotations
 
 from gradproof.tape.operations import FunctionCall, Operation, Tape, references
 
 
-def find_overwritten(tape: Tape, forward_end: int, backward: list[Operation]) -> tuple[Operation, Operation] | None:
+def find_overwritten(
+    tape: Tape, forward_end: int, backward: list[Operation]
+) -> tuple[Operation, Operation] | None:
     """(write, read): memory that a backward reads and that was changed after its forward ended."""
     if not backward:
         return None
@@ -27,7 +29,9 @@ def find_overwritten(tape: Tape, forward_end: int, backward: list[Operation]) ->
     return None
 
 
-def find_recomputed_differently(tape: Tape, call: FunctionCall, backward: list[Operation]) -> Operation | None:
+def find_recomputed_differently(
+    tape: Tape, call: FunctionCall, backward: list[Operation]
+) -> Operation | None:
     """An operation that a backward repeats from the forward, with another result."""
     prints = tape.fingerprints
     forward: dict[tuple, list[float]] = {}
@@ -46,8 +50,10 @@ def find_recomputed_differently(tape: Tape, call: FunctionCall, backward: list[O
 
 # what a backward contains only because it recomputes the forward
 _REPEATED = {
-    "tanh", "sigmoid", "erf", "_softmax", "_log_softmax", "relu", "gelu", "silu", "softplus", "sin", "cos", "rsqrt",
-    "native_layer_norm", "native_batch_norm", "native_group_norm", "native_dropout", "bernoulli_", "elu", "leaky_relu",
+    "tanh", "sigmoid", "erf", "_softmax", "_log_softmax", "relu", "gelu", "silu", "softplus", "sin", "cos",
+    "rsqrt",
+    "native_layer_norm", "native_batch_norm", "native_group_norm", "native_dropout", "bernoulli_", "elu",
+    "leaky_relu",
 }  # fmt: skip
 
 
@@ -55,7 +61,9 @@ def _signature(tape: Tape, operation: Operation) -> tuple:
     return operation.name, tuple(tape.slots[slot].shape for slot in operation.makes)
 
 
-def find_foreign_activation(tape: Tape, call: FunctionCall, backward: list[Operation]) -> tuple[Operation, str] | None:
+def find_foreign_activation(
+    tape: Tape, call: FunctionCall, backward: list[Operation]
+) -> tuple[Operation, str] | None:
     """A value a backward reads that neither its own forward read or made, nor the backward itself."""
     known = set(call.inputs) | {s for s in call.outputs if s is not None}
     for operation in tape.operations[call.first : call.last]:
@@ -66,7 +74,7 @@ def find_foreign_activation(tape: Tape, call: FunctionCall, backward: list[Opera
             entry = tape.slots[slot]
             if entry.made_by is not None and tape.operations[entry.made_by].name == "alias":
                 entry = tape.slots[tape.operations[entry.made_by].reads[0]]
-            if entry.index in known or entry.storage in storages or entry.kind in ("parameter", "outside"):
+            if entry.index in known or entry.storage in storages or entry.kind == "parameter":
                 continue
             if entry.made_by is None and len(entry.shape) > 0 and entry.dtype.is_floating_point:
                 return operation, f"{entry} was made before this step"
@@ -91,4 +99,6 @@ def _belongs(tape: Tape, operation: Operation, call: FunctionCall) -> bool:
 
 
 def _only_read(operation: Operation) -> list[int]:
-    return [ref.slot for ref in references((operation.args, operation.kwargs)) if ref.slot not in operation.writes]
+    return [
+        ref.slot for ref in references((operation.args, operation.kwargs)) if ref.slot not in operation.writes
+    ]

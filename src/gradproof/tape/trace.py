@@ -1,7 +1,8 @@
 """Follows non-finite values through an exact replay: which operation made them, and what they reached.
 
-−inf that was put there on purpose (a mask, a constant) is not a fault until it makes a NaN; fresh memory is not one until
-somebody reads what was never written. Whether a value counts is decided by what it reaches: the loss, a gradient, a parameter.
+−inf that was put there on purpose (a mask, a constant) is not a fault until it makes a NaN; fresh memory is
+not one until somebody reads what was never written. Whether a value counts is decided by what it reaches: the
+loss, a gradient, a parameter.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Bad:
     kind: str  # born, passed, meant, fresh
     parents: tuple[Bad, ...] = ()
     nan: bool = False
+    high: bool = False  # +inf is among them
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Trace:
     by_slot: dict[int, Bad] = field(default_factory=dict)
     by_storage: dict[int, Bad] = field(default_factory=dict)
     loss: list[Bad] = field(default_factory=list)
+    outputs: list[tuple[str, Bad]] = field(default_factory=list)  # of a tape without a backward
     gradients: list[tuple[str, Bad]] = field(default_factory=list)
     parameters: list[tuple[str, Bad]] = field(default_factory=list)
     before_write: dict[int, tuple[bool, Bad | None]] = field(default_factory=dict)
@@ -62,23 +65,23 @@ class Trace:
             self.note(player, operation, slot, value)
 
     def note(self, player: Player, operation: Operation, slot: int, value: torch.Tensor) -> None:
-        nan = bool(torch.isnan(value).any())
+        nan, high = bool(torch.isnan(value).any()), _has_high(value)
         parents = self.parents(player, operation, slot)
         wrong = tuple(p for p in parents if p.kind != "meant")
         if operation.name in FRESH:
             kind, parents = "fresh", ()
-        elif wrong and not (nan and operation.name in SOFTMAXES and not any(p.nan for p in wrong)):
+        elif wrong and not (nan and operation.name in SOFTMAXES and not any(p.nan or p.high for p in wrong)):
             kind, parents = "passed", wrong
         elif nan or not (parents or _has_infinite_constant((operation.args, operation.kwargs))):
             kind, parents = "born", ()
         else:
             kind = "meant"
-        bad = Bad(operation.index, slot, kind, parents, nan)
+        bad = Bad(operation.index, slot, kind, parents, nan, high)
         self.by_slot[slot] = bad
         self.by_storage[self.tape.slots[slot].storage] = bad
 
     def parents(self, player: Player, operation: Operation, slot: int) -> tuple[Bad, ...]:
-        """Where the non-finite arguments of an operation came from; of a list operator, only the same place in the list."""
+        """Where the non-finite arguments came from; of a list operator, only the same place in the list."""
         found = []
         for read in _reads_for(operation, slot):
             if read in self.before_write:
@@ -107,7 +110,7 @@ class Trace:
             value = player.value(slot)
             if _is_bad(value):
                 meant = not bool(torch.isnan(value).any()) and float(value.max()) < math.inf
-                bad = Bad(-1 - slot, slot, "meant" if meant else "born", (), not meant)
+                bad = Bad(-1 - slot, slot, "meant" if meant else "born", (), not meant, _has_high(value))
                 self.by_slot[slot] = bad
                 return bad
         return None
@@ -118,7 +121,9 @@ class Trace:
         except CannotReplay:
             return None
         found = self.find(slot, player) if bad else None
-        return found if found is not None and found.kind != "meant" else None
+        if found is not None and found.kind == "meant":  # a mask that reaches the loss was not meant to
+            return Bad(found.operation, found.slot, "born", (), found.nan, found.high)
+        return found
 
 
 def follow(tape: Tape, fresh: float) -> Trace:
@@ -137,13 +142,23 @@ def follow(tape: Tape, fresh: float) -> Trace:
             looks.setdefault(call.first, []).append(loss_look(slot))
         for at, parameter, gradient in real_contributions(tape, call):
             if tape.slots[parameter].kind == "parameter":
-                looks.setdefault(at, []).append(named_look(trace.gradients, tape.slots[parameter].name, gradient))
+                looks.setdefault(at, []).append(
+                    named_look(trace.gradients, tape.slots[parameter].name, gradient)
+                )
     end = len(tape.operations)
+    for slot in final_outputs(tape) if not tape.top_backwards else ():
+        looks.setdefault(end, []).append(named_look(trace.outputs, "the model's output", slot))
     for slot in tape.stepped:
         looks.setdefault(end, []).append(named_look(trace.parameters, tape.slots[slot].name, slot))
-    keep = {slot.index for slot in tape.parameters}
+    keep = {*(slot.index for slot in tape.parameters), *final_outputs(tape)}
     replay_exactly(tape, fresh=fresh, at=looks, before=trace.look_before, after=trace.look_after, keep=keep)
     return trace
+
+
+def final_outputs(tape: Tape) -> list[int]:
+    """What the outermost module that was called last returned."""
+    last = max(tape.modules, key=lambda call: (call.last, -call.first), default=None)
+    return last.outputs if last is not None else []
 
 
 def origins(targets: list[Bad]) -> dict[int, tuple[Bad, list[Bad]]]:
@@ -164,12 +179,20 @@ def origins(targets: list[Bad]) -> dict[int, tuple[Bad, list[Bad]]]:
 
 
 def _is_bad(value: torch.Tensor) -> bool:
-    if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0 or value.layout != torch.strided:
+    if (
+        not (value.is_floating_point() or value.is_complex())
+        or value.numel() == 0
+        or value.layout != torch.strided
+    ):
         return False
     if value.element_size() == 1:
         value = value.float()
     total = value.sum(dtype=torch.float64 if value.is_floating_point() else None)
     return not bool(torch.isfinite(total)) and not bool(torch.isfinite(value).all())
+
+
+def _has_high(value: torch.Tensor) -> bool:
+    return not value.is_complex() and bool((value == math.inf).any())
 
 
 def _has_infinite_constant(tree: Any) -> bool:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.activations import are_predictions_stuck, do_units_respond
+from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 
 
 class Net(nn.Module):

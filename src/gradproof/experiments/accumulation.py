@@ -1,0 +1,39 @@
+"""Does accumulation equal the big batch? Several backwards a step, and whether each counts by its share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.terms import take_apart
+
+FAMILY = "grad-accumulation-error"
+ADAPTIVE = ("Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adafactor", "Adadelta")
+
+
+def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
+    """k backwards from one line, each of a mean, have to be divided by k to be the mean of the whole batch."""
+    calls = [call for call in evidence.tape.top_backwards if call.accumulates and len(call.roots) == 1]
+    lines = {(call.line.file, call.line.number) for call in calls if call.line is not None}
+    if len(calls) < 2 or len(lines) != 1:
+        return
+    terms = [term for call in calls for term in take_apart(evidence.flow, call.roots[0])]
+    if not terms or not all(term.mean for term in terms):
+        return
+    divided = [abs(math.prod(term.factors)) for term in terms]
+    if all(0.5 < share * len(calls) < 2 for share in divided):
+        yield excluded(FAMILY, f"each of {len(calls)} micro-batches counts {divided[0]:.3g} of the step")
+    elif all(share > 0.99 for share in divided):
+        gentle = all(type(optimizer).__name__ in ADAPTIVE for optimizer in evidence.optimizers)
+        yield confirmed(
+            f"{FAMILY}/not-divided",
+            f"{len(calls)} backwards a step add up means that nothing divides by {len(calls)}: "
+            f"the gradient is {len(calls)} times that of the whole batch",
+            where=place_of("", terms[0].operation.line),
+            fix=f"(loss / {len(calls)}).backward()",
+            level="warning" if gentle else "problem",
+            if_troubled=not gentle,
+            confidence="likely",
+        )

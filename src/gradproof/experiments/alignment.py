@@ -1,0 +1,83 @@
+"""Do the targets line up? For token sequences: how many positions the targets are ahead of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.grids import Grid, find_grids
+
+LAGS = range(-3, 4)
+EXACT = 0.98  # of the targets are the token at that lag
+DIRECT = 5.0  # a token's own prediction moves that many times as much as the others: it can be copied
+
+
+def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
+    """Next-token prediction wants targets exactly one ahead: at 0 the answer is given away, at 2 a token is skipped."""
+    aligned, odd = None, []
+    for grid in find_grids(evidence):
+        if grid.chance > 0.6:
+            continue
+        shares = {lag: grid.share_at(lag) for lag in LAGS}
+        if shares[1] >= EXACT:
+            aligned = grid
+        elif max(shares.values()) >= EXACT:
+            odd.append((grid, shares))
+    if aligned is not None:
+        share = aligned.share_at(1)
+        yield excluded("data-target-misaligned", f"{100 * share:.3g} % of the targets are the next token")
+        return
+    for grid, shares in odd:
+        yield from verdict_on(grid, shares)
+        return
+
+
+def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
+    exact = [lag for lag in LAGS if shares[lag] >= EXACT]
+    where = grid.evidence.flow.origin(grid.comparison.target, grid.comparison.operation.line)
+    text = ", ".join(f"{100 * shares[lag]:.0f} % at {lag:+d}" for lag in LAGS)
+    line = f"targets that equal the input token so many positions ahead: {text}"
+    whole = float(grid.valid.double().mean()) > 0.95
+    if 0 in exact and whole and can_copy(grid):
+        yield confirmed(
+            "data-target-misaligned/no-shift",
+            line,
+            "each target is the token that its own prediction was made from: copying solves it",
+            where=where,
+            fix="shift by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
+            lasting=True,
+        )
+    elif exact and min(exact) > 1:
+        yield confirmed(
+            "data-target-misaligned/double-shift",
+            line,
+            f"the targets are {min(exact)} positions ahead of the inputs: the token between is never predicted",
+            where=where,
+            fix="shift once, either in the data or before the loss, so that targets are the next token",
+            lasting=True,
+        )
+    elif exact and max(exact) < 0:
+        yield confirmed(
+            "data-target-misaligned/targets-behind",
+            line,
+            f"the targets lie {-max(exact)} positions behind the inputs: they have been seen already",
+            where=where,
+            level="warning",
+            confidence="likely",
+            lasting=True,
+        )
+
+
+def can_copy(grid: Grid) -> bool:
+    """Whether a token's own prediction hears it much more than the rest: not so through a bottleneck."""
+    middle = grid.targets.shape[1] // 2
+    found = grid.perturb(0, middle)
+    if found is None:
+        return False
+    change = found[1][0]
+    before = float(change[:middle].max()) if middle else 0.0
+    others = (
+        float(change[change != change[middle]].median()) if bool((change != change[middle]).any()) else 0.0
+    )
+    own = float(change[middle])
+    return own > 0 and (before <= 1e-3 * own or own >= DIRECT * others)

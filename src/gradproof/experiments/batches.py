@@ -1,0 +1,281 @@
+"""Is it the data's order? Fingerprints and labels of the batches of many taped steps, compared with each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.flow import place_of_data
+from gradproof.tape.operations import Line
+
+FAMILY = "data-order-or-sampling"
+MOST = 64  # steps remembered
+COLUMNS = 4096  # of a sample that its fingerprint looks at
+LOOK_AT = 20_000  # rows of the data that are counted
+ENOUGH = 5  # batches before anything is said
+
+
+@dataclass
+class Batch:
+    """What is remembered of one step's batch."""
+
+    step: int
+    prints: np.ndarray  # one number a sample
+    held: int  # different samples in the data that the batch was cut from; 0 when it came whole
+    where: str | None
+    labels: np.ndarray | None = None
+    classes: int = 0
+    ids: np.ndarray | None = None  # of inputs that are one number a sample
+    random: dict[str, tuple[float, Line | None]] = field(default_factory=dict)
+
+
+def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
+    """The same batch again and again, a few samples over and over, one class at a time, a generator seeded anew."""
+    batches: list[Batch] = evidence.memory.setdefault("batches", [])
+    batch = look_at_batch(evidence) if len(batches) < MOST or evidence.step > 1.2 * batches[-1].step else None
+    if batch is None:
+        return
+    batches.append(batch)
+    if len(batches) < ENOUGH:
+        return
+    for judge in (
+        is_the_generator_seeded_anew,
+        is_it_the_same_batch,
+        are_there_few_samples,
+        are_labels_mixed,
+    ):
+        verdict = judge(batches)
+        if verdict is not None:
+            yield verdict
+            if verdict.id:
+                return
+
+
+def look_at_batch(evidence: Evidence) -> Batch | None:
+    flow = evidence.flow
+    if not flow.inputs:
+        return None
+    slot = max(flow.inputs, key=lambda s: math.prod(evidence.slot(s).shape))
+    found = next((c for c in flow.comparisons if evidence.slot(c.target).shape), None)
+    size = evidence.slot(slot).shape[0]
+    slots = [slot, *(s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size)]
+    values = flow.values(slots if found is None else [*slots, found.target])
+    if slot not in values or values[slot].shape[0] < 1:
+        return None
+    value = values[slot]
+    known: list[Batch] = evidence.memory["batches"]
+    held = known[-1].held if known else count_samples(evidence, slot)
+    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot))
+    for other in values.values():
+        if other is not value and other.dim() and other.numel() % len(value) == 0:
+            batch.prints = batch.prints + math.pi * fingerprints(other.reshape(len(value), -1))
+    if value.dim() == 1 and not value.is_floating_point():
+        batch.ids = value.double().cpu().numpy()
+    if found is not None and found.target in values:
+        from_data = not {leaf.index for leaf in evidence.tape.inputs}.isdisjoint(flow.ancestors(found.target))
+        labels = values[found.target]
+        if found.kind == "class" and from_data and labels.numel() == value.shape[0]:
+            batch.labels = labels.reshape(-1).cpu().numpy()
+            batch.classes = evidence.slot(found.prediction).shape[1]
+    batch.random = random_numbers(evidence)
+    return batch
+
+
+def count_samples(evidence: Evidence, slot: int) -> int:
+    """Different samples in the largest tensor that a batch was cut from: its rows, or windows of a series."""
+    flow = evidence.flow
+    if evidence.slot(slot).made_by is None:
+        return 0
+    behind, shape = flow.ancestors(slot), evidence.slot(slot).shape
+    leaves = [leaf for leaf in evidence.tape.inputs if leaf.index in behind and leaf.shape]
+    rows = [leaf for leaf in leaves if leaf.shape[1:] == shape[1:] and leaf.shape[0] > shape[0]]
+    series = [
+        leaf for leaf in leaves if len(leaf.shape) == 1 and len(shape) == 2 and leaf.shape[0] > 2 * shape[1]
+    ]
+    if rows:
+        value = evidence.tape.leaf_value(max(rows, key=lambda leaf: leaf.shape[0]).index)
+    elif series:
+        value = evidence.tape.leaf_value(max(series, key=lambda leaf: leaf.shape[0]).index)
+        value = value[: len(value) // shape[1] * shape[1]].reshape(-1, shape[1])
+    else:
+        return 0
+    return len(np.unique(fingerprints(value[:LOOK_AT])))
+
+
+def fingerprints(value: Tensor) -> np.ndarray:
+    """One number a sample that another sample is all but sure not to have."""
+    rows = value.reshape(value.shape[0], -1)
+    stride = max(1, rows.shape[1] // COLUMNS)
+    rows = rows[:, ::stride].double()
+    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device) ** 2)
+    return torch.nan_to_num(rows @ weights).cpu().numpy()
+
+
+def random_numbers(evidence: Evidence) -> dict[str, tuple[float, Line | None]]:
+    """A fingerprint of everything random that the loss of this step depends on, by operation and line."""
+    found: dict[str, tuple[float, Line | None]] = {}
+    for op in evidence.flow.operations:
+        for value in op.frozen or ():
+            if isinstance(value, Tensor) and value.numel() >= 16 and op.line is not None:
+                key = f"{op.name} {op.line.file}:{op.line.number} {tuple(value.shape)}"
+                found.setdefault(key, (float(fingerprints(value.reshape(1, -1))[0]), op.line))
+    return found
+
+
+def is_the_generator_seeded_anew(batches: list[Batch]) -> Verdict | None:
+    """Random numbers that are bit for bit the same at every step."""
+    recent = batches[-ENOUGH:]
+    for key, (value, line) in recent[-1].random.items():
+        seen = [batch.random[key][0] for batch in recent if key in batch.random]
+        if len(seen) == len(recent) and all(other == value for other in seen) and line is not None:
+            return confirmed(
+                f"{FAMILY}/seeded-every-step",
+                f"{key.split()[0]} at {Path(line.file).name}:{line.number} drew the same numbers at each of "
+                f"{len(seen)} taped steps (the last: {recent[-1].step})",
+                where=place_of_data(_seeding_line(line) or line),
+                fix="seed once before training, not inside the loop",
+                lasting=True,
+            )
+    return None
+
+
+def _seeding_line(line: Line) -> Line | None:
+    """The innermost call of manual_seed in the same file."""
+    try:
+        text = Path(line.file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    calls = [(len(row) - len(row.lstrip()), i + 1) for i, row in enumerate(text) if "manual_seed(" in row]
+    return Line(line.file, max(calls)[1], line.function) if calls else None
+
+
+def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
+    sets = [tuple(sorted(batch.prints)) for batch in batches]
+    size = len(batches[-1].prints)
+    if len(set(sets)) == 1:
+        held = batches[-1].held
+        if held < 2 * len(set(sets[0])):
+            return None  # all the data there is, for all that is known
+        return confirmed(
+            f"{FAMILY}/same-batch",
+            f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
+            where=batches[-1].where,
+            fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
+            lasting=True,
+        )
+    pairs = [(a, b) for a, b in pairwise(batches) if b.step == a.step + 1]
+    twice = [b.step for a, b in pairs if tuple(sorted(a.prints)) == tuple(sorted(b.prints))]
+    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs):
+        return confirmed(
+            f"{FAMILY}/batches-repeated",
+            f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
+            where=batches[-1].where,
+            fix="give each worker its own seed and its own share of the data",
+            lasting=True,
+        )
+    return None
+
+
+def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
+    drawn = np.concatenate([batch.prints for batch in batches])
+    distinct, size, last = len(np.unique(drawn)), len(batches[-1].prints), batches[-1]
+    if last.held >= 4 * distinct and distinct <= 2 * size and size > 1:
+        return confirmed(
+            f"{FAMILY}/few-samples",
+            f"{len(drawn)} samples were drawn in {len(batches)} taped steps, but only {distinct} different ones, "
+            f"from data with {last.held}",
+            where=last.where,
+            fix="draw from the whole range of the data",
+            lasting=True,
+        )
+    if distinct >= 0.9 * len(drawn):
+        return excluded(
+            FAMILY, f"{distinct} different samples among the {len(drawn)} of {len(batches)} steps"
+        )
+    return None
+
+
+def are_labels_mixed(batches: list[Batch]) -> Verdict | None:
+    """How much a batch tells of the labels in it; of mixed batches, nothing."""
+    if all(batch.ids is not None for batch in batches):
+        verdict = _do_inputs_come_in_order(batches)
+        if verdict is not None:
+            return verdict
+    known = [batch for batch in batches if batch.labels is not None and len(batch.labels) >= 4]
+    if len(known) < ENOUGH:
+        return None
+    labels = np.concatenate([batch.labels for batch in known if batch.labels is not None])
+    steps = np.repeat(np.arange(len(known)), [len(b.labels) for b in known if b.labels is not None])
+    values, counts = np.unique(labels, return_counts=True)
+    classes, most = known[-1].classes, float(counts.max()) / len(labels)
+    if len(values) == 1:
+        if len(labels) < 100 or classes < 2 or classes > 100:
+            return None
+        return confirmed(
+            f"{FAMILY}/one-class",
+            f"all {len(labels)} labels of {len(known)} taped batches are {values[0]}, of {classes} classes",
+            where=known[-1].where,
+            if_troubled=True,
+            confidence="likely",
+        )
+    told = share_told(labels, steps)
+    line = f"the batch tells {100 * told:.0f} % of a label's entropy ({len(known)} batches, {len(values)} classes)"
+    if told > 0.5:
+        return confirmed(
+            f"{FAMILY}/sorted-by-class",
+            line,
+            where=known[-1].where,
+            fix="shuffle: DataLoader(..., shuffle=True), or a permutation of all rows before they are cut",
+            lasting=True,
+        )
+    if most > 0.95 and len(labels) >= 200:
+        text = f"{100 * most:.1f} % of {len(labels)} labels are class {values[counts.argmax()]}"
+        fix = "weight the rare classes in the loss, or sample them more often"
+        return confirmed(f"{FAMILY}/imbalance", text, fix=fix, level="warning", confidence="likely")
+    return excluded(FAMILY, line) if told < 0.2 else None
+
+
+def _do_inputs_come_in_order(batches: list[Batch]) -> Verdict | None:
+    means = np.array([batch.ids.mean() for batch in batches if batch.ids is not None])
+    every = np.concatenate([batch.ids for batch in batches if batch.ids is not None])
+    inside = np.mean([batch.ids.var() for batch in batches if batch.ids is not None])
+    total = every.var()
+    rising = np.mean(np.diff(means) > 0)
+    if len(means) < 2 * ENOUGH or total == 0 or inside > 0.2 * total or not (rising > 0.9 or rising < 0.1):
+        return None
+    return confirmed(
+        f"{FAMILY}/not-shuffled",
+        f"the inputs come in order: their mean goes from {means[0]:.4g} to {means[-1]:.4g} over {len(means)} batches, "
+        f"within a batch they vary by {100 * inside / total:.1f} % of the whole variance",
+        where=batches[-1].where,
+        fix="shuffle the rows before they are cut into batches",
+        level="warning",
+        confidence="likely",
+    )
+
+
+def share_told(labels: np.ndarray, steps: np.ndarray) -> float:
+    """Mutual information of label and batch over the label's entropy, less what chance alone would give."""
+
+    def information(order: np.ndarray) -> float:
+        joint = np.zeros((steps.max() + 1, codes.max() + 1))
+        np.add.at(joint, (steps, codes[order]), 1)
+        joint /= joint.sum()
+        expected = joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)
+        some = joint > 0
+        return float((joint[some] * np.log(joint[some] / expected[some])).sum())
+
+    codes = np.unique(labels, return_inverse=True)[1].reshape(-1)
+    shares = np.bincount(codes) / len(codes)
+    entropy = float(-(shares * np.log(shares)).sum())
+    generator = np.random.default_rng(0)
+    chance = float(np.mean([information(generator.permutation(len(codes))) for _ in range(5)]))
+    return max(0.0, information(np.arange(len(codes))) - chance) / max(entropy - chance, 1e-9)

@@ -1,0 +1,248 @@
+"""Where the network ends and the loss begins: which values the loss compares with which targets.
+
+The tail of a step are the operations behind the last one that used a weight; in it stand the comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from gradproof.tape.operations import Line, ModuleCall, Operation, Ref, Tape, references
+from gradproof.tape.replay import Player
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "alias", "clone", "contiguous", "_to_copy",
+    "slice", "select", "transpose", "permute", "t", "lift_fresh", "detach", "flatten",
+}  # fmt: skip
+ALIASES = VIEWS - {"clone", "contiguous", "_to_copy"}
+KINDS = {
+    "nll_loss_forward": "class", "nll_loss2d_forward": "class", "mse_loss": "value", "l1_loss": "value",
+    "smooth_l1_loss": "value", "huber_loss": "value", "binary_cross_entropy": "binary",
+    "binary_cross_entropy_with_logits": "binary",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An operation of the loss that puts a prediction beside a target."""
+
+    operation: Operation
+    kind: str  # class, binary, value
+    prediction: int
+    target: int
+
+
+class Flow:
+    """The forward operations that lead to the loss, and where in them the weights end."""
+
+    def __init__(self, tape: Tape, forward: list[Operation]) -> None:
+        self.tape = tape
+        self.forward = forward
+
+    @cached_property
+    def towards_loss(self) -> set[int]:
+        found = set(self.tape.loss_slots)
+        for operation in reversed(self.forward):
+            if not found.isdisjoint((*operation.makes, *operation.writes)):
+                found.update(operation.reads)
+        return found
+
+    @cached_property
+    def operations(self) -> list[Operation]:
+        """Those that lead to the loss."""
+        return [op for op in self.forward if not self.towards_loss.isdisjoint((*op.makes, *op.writes))]
+
+    @cached_property
+    def tracked(self) -> set[int]:
+        """Slots that carry gradient."""
+        read = {ref.slot for op in self.forward for ref in references((op.args, op.kwargs)) if ref.tracked}
+        return read | set(self.tape.loss_slots)
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """Parameters and what is made of nothing but parameters."""
+        found = {slot.index for slot in self.tape.parameters}
+        for operation in self.forward:
+            reads = operation.reads
+            if reads and found.issuperset(reads):
+                found.update(operation.makes)
+        return found
+
+    @cached_property
+    def layers(self) -> list[Operation]:
+        """Operations of the loss's path in which weights meet anything else; a single number is no weight."""
+        slots = self.tape.slots
+        return [
+            op
+            for op in self.operations
+            if any(s in self.weights and _size(slots[s].shape) > 1 for s in op.reads)
+            and not self.weights.issuperset(op.reads)
+        ]
+
+    @cached_property
+    def body(self) -> set[int]:
+        """Slots that lead to a layer."""
+        layers = {op.index for op in self.layers}
+        found: set[int] = set()
+        for op in reversed(self.operations):
+            if op.index in layers or not found.isdisjoint((*op.makes, *op.writes)):
+                found.update(op.reads)
+        return found
+
+    @cached_property
+    def tail(self) -> set[int]:
+        """Slots that carry gradient to the loss and meet no more weights on their way."""
+        return (self.tracked & self.towards_loss) - self.body - self.weights
+
+    @cached_property
+    def inputs(self) -> list[int]:
+        """The batch as the network is given it: what outermost modules are called with, or what layers read first."""
+        outer: list[ModuleCall] = []
+        for call in self.tape.modules:
+            if not any(other.first <= call.first and call.last <= other.last for other in outer):
+                outer.append(call)
+        given = [slot for call in outer for slot in call.inputs]
+        given = given if not self.body.isdisjoint(given) else [s for op in self.layers for s in op.reads]
+        inner = self.tracked | self.weights
+        return [
+            s for s in dict.fromkeys(given) if s in self.body and s not in inner and self.tape.slots[s].shape
+        ]
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        return [found for op in self.operations if (found := self._comparison(op)) is not None]
+
+    def _comparison(self, op: Operation) -> Comparison | None:
+        pair = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
+        if len(pair) != 2:
+            return None
+        first, second = pair
+        if op.name in KINDS:
+            swapped = first not in self.tracked and second in self.tracked
+            return Comparison(op, KINDS[op.name], *((second, first) if swapped else (first, second)))
+        if op.name not in ("sub", "rsub"):
+            return None
+        if second in self.tail and first not in self.tracked:
+            first, second = second, first
+        if first not in self.tail or second in self.tracked or second in self.weights:
+            return None
+        shapes = [self.tape.slots[slot].shape for slot in (first, second)]
+        if _size(shapes[1]) < 2 or squeezed(shapes[0]) != squeezed(shapes[1]):
+            return None  # the row maximum taken off a softmax, a mean
+        return Comparison(op, "value", first, second)
+
+    # -- walking -------------------------------------------------------------------------------------------------
+
+    def maker(self, slot: int) -> Operation | None:
+        made_by = self.tape.slots[slot].made_by
+        return None if made_by is None else self.tape.operations[made_by]
+
+    def behind(self, slot: int, names: Iterable[str]) -> int:
+        """The slot that some views and copies were made from."""
+        maker = self.maker(slot)
+        while maker is not None and maker.name in names and maker.args and isinstance(maker.args[0], Ref):
+            slot = maker.args[0].slot
+            maker = self.maker(slot)
+        return slot
+
+    def origin(self, slot: int, besides: Line | None = None) -> str | None:
+        """Where a batch was cut out of its data (not at the line `besides`): `get_batch (train.py:40)`."""
+        maker = self.maker(slot)
+        while maker is not None:
+            chosen = (
+                self.maker(maker.reads[1])
+                if maker.name.startswith("index") and len(maker.reads) > 1
+                else None
+            )
+            for op in (chosen, maker):
+                if op is not None and op.line is not None and op.line != besides:
+                    return place_of_data(op.line)
+            maker = self.maker(maker.reads[0]) if maker.reads else None
+        return place_of_data(besides) if besides is not None else None
+
+    def ancestors(self, slot: int) -> set[int]:
+        """Every slot a slot was made from, itself included."""
+        found = {slot}
+        for op in reversed(self.forward):
+            if not found.isdisjoint((*op.makes, *op.writes)):
+                found.update(op.reads)
+        return found
+
+    def written_until(self, slot: int) -> int | None:
+        """The operation that last wrote into a slot's memory before anybody read it, as in filling a padded batch."""
+        storage, last = self.tape.slots[slot].storage, None
+        for op in self.forward:
+            if any(self.tape.slots[s].storage == storage for s in op.writes):
+                last = op.index
+            elif slot in op.reads and op.name not in ALIASES:
+                break
+        return last
+
+    def play(
+        self,
+        operations: list[Operation],
+        leaves: Mapping[int, Tensor] | None = None,
+        keep: Iterable[int] = (),
+        after: Callable[[Player, Operation], None] | None = None,
+    ) -> Player:
+        """Some operations again, with other values in some slots, put there when they would be complete."""
+        leaves = leaves or {}
+        late = {slot: at for slot in leaves if (at := self.written_until(slot)) is not None}
+        early = {slot: value for slot, value in leaves.items() if slot not in late}
+        player = Player(self.tape, None, early, keep=keep)
+
+        def before(player: Player, op: Operation) -> None:
+            for slot in [slot for slot, at in late.items() if op.index > at]:
+                player.env[slot] = leaves[slot].clone()
+                del late[slot]
+
+        player.play(operations, before=before, after=after)
+        return player
+
+    def outcome(self, slots: Iterable[int], leaves: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """What some slots hold after the whole forward pass, with other values in some slots."""
+        return self.play(self.forward, leaves, keep=slots).replay.values
+
+    def values(self, slots: Iterable[int], leaves: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """What some slots held when they were first read, replaying only the operations that they were made by."""
+        wanted = list(slots)
+        ends = {slot: at for slot in wanted if (at := self.written_until(slot)) is not None}
+        needed = set(wanted)
+        storages = {self.tape.slots[slot].storage: at for slot, at in ends.items()}
+        chosen = []
+        for op in reversed(self.forward):
+            writes = any(op.index <= storages.get(self.tape.slots[slot].storage, -1) for slot in op.writes)
+            if writes or not needed.isdisjoint(op.makes):
+                chosen.append(op)
+                needed.update(op.reads)
+                for slot in op.reads:
+                    storages.setdefault(self.tape.slots[slot].storage, op.index)
+        found: dict[int, Tensor] = {}
+
+        def hold(player: Player, op: Operation) -> None:
+            found.update({slot: player.env[slot] for slot in op.makes if slot in ends and slot in player.env})
+
+        player = self.play(chosen[::-1], leaves, keep=wanted, after=hold)
+        return {**player.replay.values, **found}
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its dimensions of one."""
+    return tuple(length for length in shape if length != 1)
+
+
+def place_of_data(line: Line) -> str:
+    """Of data, the function it is made in says more than a module."""
+    place = f"{line.file.rsplit('/', 1)[-1]}:{line.number}"
+    return place if line.function.startswith("<") else f"{line.function} ({place})"

@@ -1,0 +1,126 @@
+"""Are the numbers of a size that a network can take? Inputs and targets as they are fed in, against its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.flow import VIEWS, Comparison, Flow
+
+FAMILY = "input-or-target-scale"
+LARGE = 30.0  # root mean square of a feature; standardised ones have 1
+NORMS = {
+    "native_batch_norm",
+    "native_layer_norm",
+    "_native_batch_norm_legit",
+    "native_group_norm",
+    "cudnn_batch_norm",
+}
+
+
+def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
+    """Pixels up to 255, raw features, raw targets, targets of a yes-or-no loss that are neither."""
+    flow = evidence.flow
+    values = flow.values([*flow.inputs, *(c.target for c in flow.comparisons)])
+    found = False
+    for comparison in flow.comparisons:
+        target = values.get(comparison.target)
+        if target is not None and target.is_floating_point() and target.numel():
+            for verdict in (
+                *of_yes_or_no(flow, comparison, target),
+                *of_targets(evidence, comparison, target),
+            ):
+                found = True
+                yield verdict
+    for slot in flow.inputs:
+        value = values.get(slot)
+        if (
+            value is not None
+            and value.is_floating_point()
+            and value.dim() >= 2
+            and not _is_normalised(flow, slot)
+        ):
+            for verdict in of_inputs(flow, slot, value):
+                yield verdict
+                return
+            if not found:
+                size = float(value.double().pow(2).mean().sqrt())
+                yield excluded(FAMILY, f"the inputs have a root mean square of {size:.3g}")
+                return
+
+
+def of_yes_or_no(flow: Flow, comparison: Comparison, target: Tensor) -> Iterator[Verdict]:
+    if comparison.kind != "binary":
+        return
+    low, high = float(target.min()), float(target.max())
+    if low < -1e-3 or high > 1 + 1e-3:
+        yield confirmed(
+            f"{FAMILY}/yes-or-no-target",
+            f"the targets of the binary cross-entropy go from {low:.4g} to {high:.4g}; it wants 0 to 1, "
+            "and has no lower bound outside",
+            where=flow.origin(comparison.target, comparison.operation.line),
+            fix=f"divide the targets by {high:.4g}" if low >= 0 else "bring the targets to 0 … 1",
+            lasting=True,
+        )
+
+
+def of_targets(evidence: Evidence, comparison: Comparison, target: Tensor) -> Iterator[Verdict]:
+    """Targets far larger than anything the network puts out at its start."""
+    if comparison.kind != "value" or target.numel() < 8:
+        return
+    mean, size = float(target.double().mean()), float(target.double().pow(2).mean().sqrt())
+    spread = float(target.double().std())
+    memory = evidence.memory.setdefault("prediction at the start", {})
+    if "size" not in memory:
+        found = evidence.flow.outcome([comparison.prediction]).get(comparison.prediction)
+        memory["size"] = float(found.double().pow(2).mean().sqrt()) if found is not None else float("inf")
+    if size > LARGE and size > LARGE * memory["size"]:
+        yield confirmed(
+            f"{FAMILY}/raw-targets",
+            f"the targets are {mean:.4g} ± {spread:.3g}, the first predictions of the size {memory['size']:.2g}",
+            where=evidence.flow.origin(comparison.target, comparison.operation.line),
+            fix=f"standardise the targets: (y - {mean:.4g}) / {spread:.3g}",
+            if_troubled=True,
+            confidence="likely",
+        )
+
+
+def of_inputs(flow: Flow, slot: int, value: Tensor) -> Iterator[Verdict]:
+    where = flow.origin(slot)
+    low, high = float(value.min()), float(value.max())
+    if 30 < high <= 255 and low >= 0 and bool((value == value.round()).all()):
+        yield confirmed(
+            f"{FAMILY}/pixels-to-255",
+            f"the inputs are whole numbers from {low:g} to {high:g}: pixels that were not scaled",
+            where=where,
+            fix="divide by 255, then subtract the mean and divide by the standard deviation",
+            if_troubled=True,
+            confidence="likely",
+        )
+        return
+    columns = (
+        value.double().reshape(-1, value.shape[-1]) if value.dim() == 2 else value.double().reshape(-1, 1)
+    )
+    sizes = columns.pow(2).mean(0).sqrt()
+    worst = int(sizes.argmax())
+    if not float(sizes[worst]) > LARGE:
+        return
+    smallest = float(sizes.min())
+    what = f"feature {worst} of {len(sizes)}" if len(sizes) > 1 else "the input"
+    mean, spread = float(columns[:, worst].mean()), float(columns[:, worst].std())
+    yield confirmed(
+        f"{FAMILY}/raw-features",
+        f"{what} is {mean:.4g} ± {spread:.3g}"
+        + (f", the smallest feature has the size {smallest:.2g}" if len(sizes) > 1 else ""),
+        where=where,
+        fix="standardise each feature: subtract its mean, divide by its standard deviation",
+        if_troubled=True,
+        confidence="likely",
+    )
+
+
+def _is_normalised(flow: Flow, slot: int) -> bool:
+    """Whether the first thing the network does is to normalise."""
+    return any(op.name in NORMS and flow.behind(op.reads[0], VIEWS) == slot for op in flow.operations)

@@ -1,0 +1,224 @@
+"""Do the targets belong to the inputs? Where both come from, whether one holds the other, whether neighbours agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.flow import Comparison, Flow
+from gradproof.experiments.nonfinite import place_of
+
+FAMILY = "data-target-misaligned"
+MOST = 600  # samples remembered
+COLUMNS = 256  # of a sample
+LATE = 100  # steps after which a network that can learn has learned something
+
+
+def do_targets_belong_to_inputs(evidence: Evidence) -> Iterator[Verdict]:
+    flow = evidence.flow
+    for comparison in flow.comparisons:
+        for judge in (are_targets_noise, do_rows_match, is_the_target_in_the_input):
+            verdict = judge(flow, comparison)
+            if verdict is not None:
+                yield verdict
+                return
+    yield from do_neighbours_agree(evidence)
+
+
+def are_targets_noise(flow: Flow, comparison: Comparison) -> Verdict | None:
+    """Targets drawn at random that the network has not seen any part of."""
+    leaves, drawn = sources(flow, comparison.target)
+    if comparison.kind != "value" or leaves or not drawn:
+        return None
+    if not drawn.isdisjoint(sources(flow, comparison.prediction)[1]):
+        return None
+    line = flow.tape.operations[min(drawn)].line
+    return confirmed(
+        f"{FAMILY}/fresh-noise",
+        "the target is random numbers drawn for it alone: nothing that the prediction is made from depends on them",
+        where=place_of("", line),
+        fix="compare with the noise that went into the input: draw it once and use it twice",
+        lasting=True,
+    )
+
+
+def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:
+    """What a slot was made from: input leaves, and operations that drew random numbers."""
+    needed, leaves, drawn = {slot}, set(), set()
+    for op in reversed(flow.forward):
+        if needed.isdisjoint((*op.makes, *op.writes)):
+            continue
+        if op.frozen is not None:
+            drawn.add(op.index)
+            needed -= {*op.makes, *op.writes}
+        else:
+            needed.update(op.reads)
+    leaves = {leaf.index for leaf in flow.tape.inputs if leaf.index in needed}
+    return leaves, drawn
+
+
+def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
+    """From which row of its data each input and each target was taken: row numbers are sent the same way."""
+    for slot in flow.inputs:
+        for first in _data_behind(flow, slot):
+            for second in _data_behind(flow, comparison.target):
+                rows = flow.tape.slots[first].shape[0]
+                if first == second or flow.tape.slots[second].shape[0] != rows:
+                    continue
+                numbers = {leaf: _row_numbers(flow, leaf) for leaf in (first, second)}
+                found = flow.values([slot, comparison.target], numbers)
+                if slot not in found or comparison.target not in found:
+                    continue
+                a, b = (_as_rows(found[s], rows) for s in (slot, comparison.target))
+                if a is None or b is None or len(a) != len(b) or len(a) < 4 or len(a) == rows:
+                    continue
+                return _verdict_on_rows(flow, comparison, a, b)
+    return None
+
+
+def _verdict_on_rows(flow: Flow, comparison: Comparison, a: Tensor, b: Tensor) -> Verdict | None:
+    wrong = float((a != b).double().mean())
+    if wrong == 0:
+        return excluded(FAMILY, f"each of {len(a)} targets is taken from the row of its input")
+    if wrong < 0.5 or len(torch.unique(b - a)) == 1:
+        return None  # always the same distance: a window of a series
+    pairs = ", ".join(f"{int(x)} with {int(y)}" for x, y in zip(a[:4], b[:4], strict=True))
+    return confirmed(
+        f"{FAMILY}/rows-of-another-batch",
+        f"{100 * wrong:.0f} % of the targets are taken from another row than their input: rows {pairs}, …",
+        where=flow.origin(comparison.target),
+        fix="index inputs and targets with the same rows",
+        lasting=True,
+    )
+
+
+def _data_behind(flow: Flow, slot: int) -> list[int]:
+    """The leaves that a batch was cut from, row by row; not those that said which rows."""
+    waiting, seen = [slot], {slot}
+    while waiting:
+        maker = flow.maker(waiting.pop())
+        if maker is None:
+            continue
+        reads = maker.reads[:1] if maker.name.startswith(("index", "gather", "take")) else maker.reads
+        waiting += [read for read in reads if read not in seen]
+        seen.update(reads)
+    size = (*flow.tape.slots[slot].shape, 1)[0]
+    leaves = [leaf for leaf in flow.tape.inputs if leaf.index in seen and leaf.index != slot]
+    return [leaf.index for leaf in leaves if leaf.shape and leaf.shape[0] > size]
+
+
+def _row_numbers(flow: Flow, leaf: int) -> Tensor:
+    slot = flow.tape.slots[leaf]
+    numbers = torch.arange(slot.shape[0], device=slot.device).to(slot.dtype)
+    return numbers.reshape(-1, *[1] * (len(slot.shape) - 1)).expand(slot.shape).contiguous()
+
+
+def _as_rows(value: Tensor, rows: int) -> Tensor | None:
+    """Row numbers that came through unchanged; None when something was done to them on the way."""
+    flat = value.reshape(value.shape[0], -1).double()
+    whole = bool((flat == flat[:, :1]).all()) and bool((flat == flat.round()).all())
+    return flat[:, 0] if whole and bool(((flat >= 0) & (flat < rows)).all()) else None
+
+
+def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | None:
+    """A column of the input that equals the target in every sample."""
+    if comparison.kind != "value":
+        return None
+    target = comparison.target
+    found = flow.values([target, *flow.inputs])
+    wanted = found.get(target)
+    if wanted is None or wanted.numel() < 8 or len(torch.unique(wanted)) < 8:
+        return None
+    for slot in flow.inputs:
+        value = found.get(slot)
+        if value is None or not value.is_floating_point() or value.dim() < 2:
+            continue
+        if value.shape[0] != wanted.numel() or value.numel() < 2 * wanted.numel():
+            continue
+        columns = value.reshape(value.shape[0], -1)
+        same = (columns == wanted.reshape(-1, 1).to(columns.dtype)).all(0).nonzero().flatten().tolist()
+        if same:
+            return confirmed(
+                f"{FAMILY}/target-in-the-input",
+                f"column {same[0]} of the {columns.shape[1]} inputs equals the target in all {len(columns)} samples: "
+                "the answer is given with the question",
+                where=flow.origin(target, comparison.operation.line),
+                fix="take the target from behind the window, or its column out of the inputs",
+                lasting=True,
+            )
+    return None
+
+
+def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
+    """Similar samples should have similar targets; if not, and nothing is learned, suspect the pairs."""
+    flow = evidence.flow
+    comparison = next((c for c in flow.comparisons if c.kind in ("class", "value")), None)
+    slot = next((s for s in flow.inputs if evidence.slot(s).dtype.is_floating_point), None)
+    if comparison is None or slot is None:
+        return
+    found = flow.values([slot, comparison.target])
+    x, y = found.get(slot), found.get(comparison.target)
+    if x is None or y is None or y.numel() != x.shape[0] or x.dim() < 2:
+        return
+    kept = evidence.memory.setdefault("neighbours", {"x": [], "y": [], "count": 0})
+    if kept["count"] < MOST:
+        flat = x.reshape(len(x), -1)
+        kept["x"].append(flat[:, :: max(1, flat.shape[1] // COLUMNS)].double().cpu())
+        kept["y"].append(y.reshape(-1).double().cpu())
+        kept["count"] += len(x)
+    if kept["count"] < 60:
+        return
+    share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind == "class")
+    text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
+    if z > 5:
+        yield excluded(FAMILY, text)
+    elif z < 2.5 and evidence.step >= LATE and kept["count"] >= 100:
+        learned = share_learned(evidence, comparison)
+        if learned is not None and learned < 0.03:
+            yield confirmed(
+                f"{FAMILY}/targets-independent-of-inputs",
+                text,
+                f"after {evidence.step} steps the predictions explain {100 * max(learned, 0):.1f} % of the targets",
+                where=flow.origin(comparison.target, comparison.operation.line),
+                fix="check that inputs and targets are shuffled together, and print a batch side by side",
+                if_troubled=True,
+                confidence="likely",
+            )
+
+
+def agreement(x: Tensor, y: Tensor, classes: bool) -> tuple[float, float, float]:
+    """(share of samples whose nearest other has the same label, share by chance, how many deviations apart)."""
+    if not classes:
+        y = (y > y.median()).double()
+    x = (x - x.mean(0)) / (x.std(0) + 1e-9)
+    _, first = torch.unique(x, dim=0, return_inverse=True)  # a sample seen twice is no neighbour of itself
+    distance = torch.cdist(x, x)
+    distance[first[:, None] == first[None, :]] = math.inf
+    near = distance.argmin(1)
+    _, counts = torch.unique(y, return_counts=True)
+    chance = float(((counts / counts.sum()) ** 2).sum())
+    share = float((y == y[near]).double().mean())
+    return share, chance, (share - chance) / math.sqrt(max(chance * (1 - chance), 1e-9) / len(y))
+
+
+def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
+    """How much of this batch's entropy or variance the predictions take away."""
+    found = evidence.values([comparison.prediction, comparison.target])
+    if len(found) < 2:
+        return None
+    prediction, target = found[comparison.prediction].double(), found[comparison.target]
+    if comparison.kind == "class" and prediction.dim() == 2:
+        log_probs = prediction.log_softmax(1)
+        _, counts = torch.unique(target, return_counts=True)
+        shares = counts.double() / counts.sum()
+        entropy = float(-(shares * shares.log()).sum())
+        loss = float(-log_probs.gather(1, target.reshape(-1, 1).clamp(min=0)).mean())
+        return 1 - loss / entropy if entropy > 0.1 else None
+    variance = float(target.double().var())
+    if prediction.shape != target.shape or variance <= 0:
+        return None
+    return 1 - float(((prediction - target) ** 2).mean()) / variance

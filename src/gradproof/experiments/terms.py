@@ -1,0 +1,204 @@
+"""Is the loss the right way up, and are its terms weighed alike? Its gradient at the predictions, its sum taken apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.flow import KINDS, VIEWS, Comparison, Flow
+from gradproof.experiments.nonfinite import place_of
+from gradproof.tape.operations import Operation, Ref
+from gradproof.tape.replay import differentiate
+
+FAMILY = "loss-scale-or-sign"
+OPPOSITE = -0.99  # cosine of the gradient and the direction away from the target
+
+
+def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
+    """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
+    flow = evidence.flow
+    policies = policy_terms(flow)
+    slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
+    if not slots:
+        return
+    gradients = differentiate(evidence.tape, gradients_at=slots).slot_gradients
+    up = -1.0 if any(group.get("maximize") for o in evidence.optimizers for group in o.param_groups) else 1.0
+    right = None
+    for comparison in flow.comparisons:
+        gradient = gradients.get(comparison.prediction)
+        cosine = towards_target(flow, comparison, up * gradient) if gradient is not None else None
+        if cosine is not None and cosine < OPPOSITE:
+            yield wrong_way(comparison.operation, "prediction from its target", cosine)
+            return
+        right = cosine if cosine is not None and cosine > 0.5 else right
+    for made, weight, op in policies:
+        found = flow.values([weight]).get(weight)
+        gradient = gradients.get(made)
+        cosine = _cosine(up * gradient, found) if gradient is not None and found is not None else None
+        if cosine is not None and cosine > 0.9:
+            yield confirmed(
+                f"{FAMILY}/policy-sign",
+                "the gradient lowers the log-probability of what was done in proportion to the weight it is given "
+                f"(cosine {cosine:.3f}): after a good return the action becomes less likely",
+                where=place_of("", op.line),
+                fix="minimise the negative: loss = -(log_prob * advantage).mean()",
+                confidence="likely",
+                lasting=True,
+            )
+            return
+    if right is not None:
+        yield excluded(FAMILY, f"down the gradient, predictions go to their targets (cosine {right:.2f})")
+
+
+def wrong_way(op: Operation, what: str, cosine: float) -> Verdict:
+    return confirmed(
+        f"{FAMILY}/sign",
+        f"a step down the gradient takes each {what} (cosine {cosine:.3f} with the way to it): "
+        "the loss is minimised with a minus sign",
+        where=place_of("", op.line),
+        fix="remove the minus sign in front of the loss, or pass maximize=True",
+        lasting=True,
+    )
+
+
+def towards_target(flow: Flow, comparison: Comparison, gradient: Tensor) -> float | None:
+    """1 when going down the gradient leads to the target, −1 when it leads away; None when targets are no data."""
+    found = flow.values([comparison.prediction, comparison.target])
+    prediction, target = found.get(comparison.prediction), found.get(comparison.target)
+    if (
+        prediction is None
+        or target is None
+        or target.numel() < 2
+        or bool((target == target.reshape(-1)[0]).all())
+    ):
+        return None
+    if comparison.kind == "class":
+        if gradient.dim() != 2 or target.dim() != 1:
+            return None
+        picked = gradient.gather(1, target.clamp(0, gradient.shape[1] - 1)[:, None])
+        return -float(picked.sum() / picked.abs().sum().clamp(min=1e-30))
+    if prediction.shape != target.shape or gradient.shape != target.shape:
+        return None
+    probability = prediction.sigmoid() if comparison.operation.name.endswith("with_logits") else prediction
+    away = probability - target
+    return max((_cosine(gradient, away), _cosine(gradient, away.sign())), key=abs)
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    if a.numel() != b.numel():
+        return 0.0
+    a, b = a.reshape(-1).double(), b.reshape(-1).double()
+    size = float(a.norm() * b.norm())
+    return float(a @ b) / size if size > 0 else 0.0
+
+
+def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
+    """Products of the log-probability of something chosen with a weight: (log-probability, weight, operation)."""
+    found = []
+    for op in flow.operations:
+        refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
+        if op.name != "mul" or len(refs) != 2:
+            continue
+        for made, weight in (refs, refs[::-1]):
+            same = flow.tape.slots[made].shape == flow.tape.slots[weight].shape
+            if same and made in flow.tail and weight not in flow.tracked and _is_log_probability(flow, made):
+                found.append((made, weight, op))
+    return found
+
+
+def _is_log_probability(flow: Flow, slot: int) -> bool:
+    """Picked by gather out of a log_softmax or out of scores less their logsumexp."""
+    maker = flow.maker(flow.behind(slot, VIEWS | {"stack", "cat"}))
+    while maker is not None and maker.name in ("stack", "cat"):
+        maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+    if maker is None or maker.name != "gather":
+        return False
+    source = flow.maker(flow.behind(maker.reads[0], VIEWS))
+    if source is None:
+        return False
+    if source.name == "sub" and len(source.reads) == 2:
+        other = flow.maker(flow.behind(source.reads[1], VIEWS))
+        return other is not None and other.name == "logsumexp"
+    return source.name == "_log_softmax"
+
+
+@dataclass
+class Term:
+    """One summand of the loss: a reduction, and the constants it was multiplied with afterwards."""
+
+    operation: Operation
+    operand: tuple[int, ...]  # shape that was reduced
+    mean: bool
+    factors: list[float] = field(default_factory=list)
+
+    @property
+    def weight(self) -> float:
+        """What one entry of the operand counts."""
+        return abs(math.prod(self.factors)) / (math.prod(self.operand) if self.mean else 1)
+
+    def is_averaged_over(self, batch: int) -> bool:
+        divided = any(f != 0 and abs(1 / f) >= batch and abs(1 / f) % batch < 1e-3 for f in self.factors)
+        return self.mean or divided
+
+
+def are_terms_weighed_alike(evidence: Evidence) -> Iterator[Verdict]:
+    """One term averaged over the batch, another summed over it: the second grows with the batch."""
+    flow = evidence.flow
+    if not flow.inputs:
+        return
+    batch = evidence.slot(flow.inputs[0]).shape[0]
+    compared = {c.operation.index for c in flow.comparisons}
+    for root in evidence.tape.loss_slots:
+        terms = [t for t in take_apart(flow, root) if t.operand and t.operand[0] == batch]
+        averaged = [t for t in terms if t.is_averaged_over(batch)]
+        summed = [t for t in terms if not t.is_averaged_over(batch) and t.weight > 0.1]
+        if batch >= 4 and summed and any(t.operation.index in compared for t in averaged):
+            term = summed[0]
+            yield confirmed(
+                f"{FAMILY}/one-term-not-averaged",
+                f"the loss adds a term averaged over the batch of {batch} and one summed over it "
+                f"({term.operation.name} of {list(term.operand)}): the second weighs {batch} times too much",
+                where=place_of("", term.operation.line),
+                fix=f"divide it by the batch size {batch} as well",
+                confidence="likely",
+                lasting=True,
+            )
+            return
+
+
+def take_apart(flow: Flow, root: int) -> list[Term]:
+    """The summands of a scalar, each down to the operation that made it a scalar."""
+    found: list[Term] = []
+    waiting = [(root, [1.0])]
+    while waiting and len(found) < 16:
+        slot, factors = waiting.pop()
+        op = flow.maker(slot)
+        if op is None or flow.tape.slots[slot].shape not in ((), (1,)):
+            continue
+        refs = [arg.slot for arg in op.args if isinstance(arg, Ref)]
+        numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+        if op.name in ("add", "sub") and len(refs) == 2:
+            sign = -1.0 if op.name == "sub" else 1.0
+            waiting += [(refs[0], factors), (refs[1], [*factors, sign * float(op.kwargs.get("alpha", 1))])]
+        elif op.name in ("add", "neg", "view", "squeeze", "clone", "_to_copy", "alias") and refs:
+            waiting.append((refs[0], factors))
+        elif op.name in ("mul", "div") and len(refs) == 1 and numbers:
+            number = float(numbers[0])
+            waiting.append(
+                (refs[0], [*factors, number if op.name == "mul" else 1 / number if number else 0.0])
+            )
+        elif op.name in ("sum", "mean") or op.name in KINDS:
+            found.append(Term(op, flow.tape.slots[refs[0]].shape, _is_mean(op), factors))
+    return found
+
+
+def _is_mean(op: Operation) -> bool:
+    if op.name in ("sum", "mean"):
+        return op.name == "mean"
+    place = {"nll_loss_forward": 3, "nll_loss2d_forward": 3, "binary_cross_entropy": 3}.get(op.name, 2)
+    place = 4 if op.name == "binary_cross_entropy_with_logits" else place
+    return place >= len(op.args) or op.args[place] == 1

@@ -1,0 +1,336 @@
+"""Cross-entropy of a linear layer's output without the output: a bounded slab of logits at a time.
+
+Each slab of rows goes through three matrix products: its logits in float32, its rows of the gradient of
+hidden, and its share of the gradient of weight, which is accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gradproof.errors import UserError
+from gradproof.kernels.cross_entropy import (
+    backend_of,
+    check_targets,
+    reduce_losses,
+    scale_of_loss,
+    scale_rows,
+)
+from gradproof.kernels.loss_options import LossOptions, check_loss_inputs
+
+# N positions, D width of hidden, V vocabulary
+SLAB_BYTES = 1 << 29  # logits and their gradient together
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`cross_entropy(hidden @ weight.T, targets)` of hidden (..., D) and weight (V, D), in bounded memory.
+
+    `class_weight` is what `cross_entropy` calls weight. Gradients are computed with the loss, except for
+    reduction="none", whose backward computes the logits again.
+    """
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap or 0.0, reduction)
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
+        raise UserError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; "
+            "they must be (..., D) and (V, D)"
+        )
+    if hidden.dtype != weight.dtype:
+        raise UserError(f"hidden is {hidden.dtype} and weight {weight.dtype}; they must have one dtype")
+    shape = torch.Size((*hidden.shape[:-1], len(weight)))
+    check_loss_inputs(shape, hidden.dtype, targets, mask, class_weight)
+    numbers = (ignore_index, label_smoothing, z_loss, options.softcap, reduction)
+    wants = tuple(t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight))
+    if not any(wants) or torch.compiler.is_compiling():
+        loss, lse, _, _ = _linear_cross_entropy(hidden, weight, targets, mask, class_weight, *numbers, *wants)
+    else:
+        loss, lse = _WithGradients.apply(hidden, weight, targets, mask, class_weight, numbers, wants)
+    return (loss, lse) if return_lse else loss
+
+
+class _WithGradients(torch.autograd.Function):
+    """The loss whose gradients are made with it, except for reduction="none"."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, mask, class_weight, numbers, wants):
+        ctx.numbers, ctx.wants = numbers, wants
+        tensors = (hidden, weight, targets, mask, class_weight)
+        loss, lse, *gradients = _linear_cross_entropy(*tensors, *numbers, *wants)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(lse)
+        ctx.gradients = None if numbers[-1] == "none" else gradients
+        return loss, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, dlse):
+        gradients, ctx.gradients = ctx.gradients, None  # handed on, so that autograd need not copy them
+        if gradients is None:  # reduction="none", or a second backward through a retained graph
+            gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *ctx.wants)
+        else:
+            for gradient in gradients:
+                scale_rows(gradient, dloss)
+        return *_wanted(gradients, ctx.wants), *5 * [None]
+
+
+def _wanted(gradients, wants):
+    return [gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True)]
+
+
+def _by_slabs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    class_weight: Tensor | None,
+    options: LossOptions,
+    scale: Tensor,
+    dhidden: Tensor | None,
+    dweight: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of each row of hidden (N, D); fills dhidden and dweight."""
+    n = len(hidden)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    losses = torch.empty(n, dtype=wide, device=hidden.device)
+    lses = torch.empty_like(losses)
+    # an fp16 gradient divided by the number of positions would underflow: divide after the products
+    late = scale if hidden.dtype == torch.float16 and scale.dim() == 0 else None
+    scale = torch.ones_like(scale) if late is not None else scale
+    logits, dlogits, borrowed = _slabs(n, weight, dhidden, dweight)
+    total = dweight
+    if dweight is not None and (borrowed or n > len(dlogits) or late is not None):
+        total = torch.empty_like(dweight, dtype=wide)  # a sum over several slabs is kept in float32
+    for start in range(0, n, len(dlogits)):
+        stop = min(start + len(dlogits), n)
+        for first in range(start, stop, len(logits)):
+            here = slice(first, min(first + len(logits), stop))
+            x = logits[: here.stop - first]
+            multiply(hidden[here], weight.mT, out=x)
+            losses[here], lses[here] = backend_of(x).losses_and_gradient(
+                x,
+                targets[here],
+                None if mask is None else mask[here],
+                class_weight,
+                options,
+                scale[here] if scale.dim() else scale,
+                None if dhidden is dweight is None else dlogits[first - start : here.stop - start],
+            )
+        dx = dlogits[: stop - start]
+        # forward was x = hidden @ weight.T, so:
+        if dhidden is not None:
+            torch.mm(dx, weight, out=dhidden[start:stop])
+        if total is not None:
+            multiply(dx.mT, hidden[start:stop], out=total, add=start > 0)
+    if late is not None:
+        for gradient in (dhidden, total):
+            None if gradient is None else gradient.mul_(late)
+    if dweight is not None and total is not None and total is not dweight:
+        dweight.copy_(total)
+    return losses, lses
+
+
+def _slabs(
+    n: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Memory for rows of logits and for rows of their gradient, and whether that is borrowed from dweight.
+
+    The more rows the gradient has, the less often dweight is read and written; before it is filled, its
+    memory is free for that. Rows are padded on a GPU, where products of rows that are not aligned are slow.
+    """
+    v, width = weight.shape
+    stride = -(-v // 64) * 64 if weight.is_cuda else v
+    room = 0 if dweight is None else v * width // stride
+    rows, gradient_rows, borrowed = slab_rows(stride, weight.dtype, dhidden is not dweight, room)
+    rows, gradient_rows = max(1, min(rows, n)), max(1, min(gradient_rows, n))
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    logits = torch.empty(rows, stride, dtype=wide, device=weight.device)[:, :v]
+    if weight.dtype == wide or dhidden is dweight is None:
+        return logits, logits, False
+    if borrowed and dweight is not None:
+        place = dweight.view(-1)[: gradient_rows * stride].view(gradient_rows, stride)
+    else:
+        place = torch.empty(gradient_rows, stride, dtype=weight.dtype, device=weight.device)
+    return logits, place[:, :v], borrowed
+
+
+def slab_rows(stride: int, dtype: torch.dtype, want_gradient: bool, room: int) -> tuple[int, int, bool]:
+    """Rows of logits and of their gradient that fit into SLAB_BYTES, or into dweight if it has more room."""
+    size = max(4, torch.finfo(dtype).bits // 8)
+    most = _whole_tiles(SLAB_BYTES // (size * stride))
+    if dtype.itemsize == size or not want_gradient:
+        return most, most, False
+    few = min(512, _whole_tiles(most // 2))
+    own = _whole_tiles((SLAB_BYTES - few * size * stride) // (dtype.itemsize * stride))
+    return (most, _whole_tiles(room), True) if room > own else (few, own, False)
+
+
+def _whole_tiles(rows: int) -> int:
+    """At least one row, and a multiple of what a matrix product takes at a time."""
+    return max(1, rows // 128 * 128 or rows)
+
+
+def multiply(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
+    """out = a @ b, or out += a @ b, summed in the precision of out, which may be wider than a and b."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if add else torch.mm(
+            a, b, out_dtype=out.dtype, out=out
+        )
+    elif add:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+@torch.library.custom_op("gradproof::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, log-sum-exp, and the gradients that are wanted (else empty tensors)."""
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    check_targets(targets, mask, ignore_index, len(weight))
+    scale = scale_of_loss(targets, mask, class_weight, options)
+    wants = (want_dhidden and reduction != "none", want_dweight and reduction != "none")
+    losses, lse, dhidden, dweight = _losses_and_gradients(
+        hidden, weight, targets, mask, class_weight, options, scale, *wants
+    )
+    return reduce_losses(losses, scale, reduction), lse, dhidden, dweight
+
+
+def _losses_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    class_weight: Tensor | None,
+    options: LossOptions,
+    scale: Tensor,
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_by_slabs` for hidden (..., D), with new memory for the gradients that are wanted."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    dhidden = torch.empty_like(flat, memory_format=torch.contiguous_format) if want_dhidden else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_dweight else None
+    if dweight is not None and not len(flat):
+        dweight.zero_()
+    losses, lse = _by_slabs(
+        flat,
+        weight,
+        targets.reshape(-1),
+        None if mask is None else mask.reshape(-1),
+        class_weight,
+        options,
+        scale.reshape(-1) if scale.dim() else scale,
+        dhidden,
+        dweight,
+    )
+    nothing = hidden.new_empty(0)
+    return (
+        losses.view(targets.shape),
+        lse.view(targets.shape),
+        nothing if dhidden is None else dhidden.view(hidden.shape),
+        nothing.clone() if dweight is None else dweight,
+    )
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden,
+    weight,
+    targets,
+    mask,
+    class_weight,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    softcap,
+    reduction,
+    want_dhidden,
+    want_dweight,
+):
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    lse = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
+    early = reduction != "none"
+    loss = lse.new_empty(()) if early else torch.empty_like(lse)
+    dhidden = hidden.new_empty(hidden.shape if want_dhidden and early else (0,))
+    return loss, lse, dhidden, weight.new_empty(weight.shape if want_dweight and early else (0,))
+
+
+@torch.library.custom_op("gradproof::linear_cross_entropy_backward", mutates_args=())
+def _linear_cross_entropy_backward(
+    dlosses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    want_dhidden: bool,
+    want_dweight: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients from the gradient of the loss, with the logits computed again."""
+    options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    scale = scale_of_loss(targets, mask, class_weight, options) * dlosses
+    _, _, dhidden, dweight = _losses_and_gradients(
+        hidden, weight, targets, mask, class_weight, options, scale, want_dhidden, want_dweight
+    )
+    return dhidden, dweight
+
+
+@_linear_cross_entropy_backward.register_fake
+def _(dlosses, hidden, weight, *others):
+    want_dhidden, want_dweight = others[-2:]
+    return (
+        hidden.new_empty(hidden.shape if want_dhidden else (0,)),
+        weight.new_empty(weight.shape if want_dweight else (0,)),
+    )
+
+
+def _keep_gradients(ctx, inputs, output) -> None:
+    *tensors, ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.reduction, _, _ = inputs
+    ctx.wants = inputs[-2:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*(tensors if ctx.reduction == "none" else output[2:]))
+
+
+def _backward(ctx, dloss: Tensor, *_) -> tuple[Tensor | None, ...]:
+    if ctx.reduction == "none":
+        numbers = (ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.reduction)
+        gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *numbers, *ctx.wants)
+    else:
+        gradients = tuple(gradient * dloss.to(gradient.dtype) for gradient in ctx.saved_tensors)
+    return *_wanted(gradients, ctx.wants), *10 * [None]
+
+
+_linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)

@@ -1,0 +1,237 @@
+"""tensor_stats on a GPU: one launch for all tensors of a dtype reads each element once, a second adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 16384  # elements of a CTA
+BLOCK = 1024  # of them at a time, times four
+WARPS = 8
+FIELDS = 12  # what a chunk is reduced to: the COLUMNS of tensor_stats without absmax
+
+
+@triton.jit
+def _finite_extremes(x, inside):
+    """Lowest and highest of the finite entries of a block, entry by entry."""
+    finite = inside & (tl.abs(x) < float("inf"))  # not for NaN
+    return tl.where(finite, x, float("inf")), tl.where(finite, x, float("-inf"))
+
+
+@triton.jit
+def _block_at(data, begin, size, BLOCK: tl.constexpr, kind: tl.constexpr):
+    """A block of a tensor, and which of it lies inside."""
+    offsets = begin + tl.arange(0, BLOCK)
+    inside = offsets < size
+    return tl.load(data + offsets, mask=inside, other=0).to(kind), inside
+
+
+@triton.jit
+def _reduce_chunks(
+    addresses, sizes, chunk_tensor, chunk_start, parts, chunks, like,
+    TINY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """One CTA a chunk: parts[field, chunk]. A chunk not finite, or not of common size, is looked at again."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + chunk)
+    data = tl.load(addresses + tensor).to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+    start = tl.multiple_of(tl.load(chunk_start + chunk), CHUNK)
+    size = tl.load(sizes + tensor)
+    stop = tl.minimum(start + CHUNK, size)
+
+    low = tl.full((BLOCK,), float("inf"), kind)
+    high = tl.full((BLOCK,), float("-inf"), kind)
+    total = tl.zeros((BLOCK,), kind)
+    squares = tl.zeros((BLOCK,), kind)
+    zeros = tl.zeros((BLOCK,), tl.int32)
+    smalls = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(start, stop, 4 * BLOCK):
+        if begin + 4 * BLOCK <= size:
+            at = data + tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
+            a, b, c, d = tl.load(at), tl.load(at + BLOCK), tl.load(at + 2 * BLOCK), tl.load(at + 3 * BLOCK)
+            a, b, c, d = a.to(kind), b.to(kind), c.to(kind), d.to(kind)
+            low = tl.minimum(low, tl.minimum(tl.minimum(a, b), tl.minimum(c, d)))
+            high = tl.maximum(high, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+            total += (a + b) + (c + d)
+            squares += (a * a + b * b) + (c * c + d * d)
+            zeros += (
+                (a == 0).to(tl.int32) + (b == 0).to(tl.int32) + (c == 0).to(tl.int32) + (d == 0).to(tl.int32)
+            )
+            smalls += (tl.abs(a) < TINY).to(tl.int32) + (tl.abs(b) < TINY).to(tl.int32)
+            smalls += (tl.abs(c) < TINY).to(tl.int32) + (tl.abs(d) < TINY).to(tl.int32)
+        else:
+            for each in range(begin, stop, BLOCK):
+                x, inside = _block_at(data, each, size, BLOCK, kind)
+                low = tl.minimum(low, tl.where(inside, x, float("inf")))
+                high = tl.maximum(high, tl.where(inside, x, float("-inf")))
+                total += x
+                squares += x * x
+                zeros += (inside & (x == 0)).to(tl.int32)
+                smalls += (inside & (tl.abs(x) < TINY)).to(tl.int32)
+    lowest = tl.min(low, 0)
+    highest = tl.max(high, 0)
+    zero = tl.sum(zeros, 0)
+    small = tl.sum(smalls, 0)
+    sum_ = tl.sum(total.to(tl.float64), 0)
+    sumsq = tl.sum(squares.to(tl.float64), 0)
+    absmax = tl.maximum(-lowest, highest)
+    nan = tl.zeros((), tl.int32)
+    inf = tl.zeros((), tl.int32)
+    over_fp16 = tl.zeros((), tl.int32)
+    over_bf16 = tl.zeros((), tl.int32)
+    over_fp8 = tl.zeros((), tl.int32)
+    common = (absmax <= 448.0) & ((absmax >= 1e-15) | (absmax == 0)) & (sum_ == sum_)  # NaN is not itself
+    if not common:
+        low = tl.full((BLOCK,), float("inf"), kind)
+        high = tl.full((BLOCK,), float("-inf"), kind)
+        for begin in range(start, stop, BLOCK):
+            x, inside = _block_at(data, begin, size, BLOCK, kind)
+            below, above = _finite_extremes(x, inside)
+            low = tl.minimum(low, below)
+            high = tl.maximum(high, above)
+            size_of = tl.abs(x)
+            finite = size_of < float("inf")
+            nan += tl.sum((x != x).to(tl.int32), 0)
+            inf += tl.sum((size_of == float("inf")).to(tl.int32), 0)
+            over_fp16 += tl.sum((finite & (size_of > 65504.0)).to(tl.int32), 0)
+            over_bf16 += tl.sum((finite & (size_of > 3.3895313892515355e38)).to(tl.int32), 0)
+            over_fp8 += tl.sum((finite & (size_of > 448.0)).to(tl.int32), 0)
+        lowest = tl.min(low, 0)
+        highest = tl.max(high, 0)
+        # times a power of two near 1 / absmax, neither sums nor squares overflow or underflow
+        largest = tl.maximum(tl.maximum(-lowest, highest), 0.0).to(tl.float32)
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+        times = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True).to(kind)
+        if WIDE:
+            times = tl.full((), 1.0, kind)
+        total = tl.zeros((BLOCK,), kind)
+        squares = tl.zeros((BLOCK,), kind)
+        for begin in range(start, stop, BLOCK):
+            x, inside = _block_at(data, begin, size, BLOCK, kind)
+            near_one = tl.where(tl.abs(x) < float("inf"), x, 0.0) * times
+            total += near_one
+            squares += near_one * near_one
+        back = times.to(tl.float64)
+        sum_ = tl.sum(total.to(tl.float64), 0) / back
+        sumsq = tl.sum(squares.to(tl.float64), 0) / (back * back)
+    part = parts + chunk
+    tl.store(part, (stop - start).to(tl.float64))
+    tl.store(part + chunks, nan.to(tl.float64))
+    tl.store(part + 2 * chunks, inf.to(tl.float64))
+    tl.store(part + 3 * chunks, zero.to(tl.float64))
+    tl.store(part + 4 * chunks, (small - zero).to(tl.float64))
+    tl.store(part + 5 * chunks, lowest.to(tl.float64))
+    tl.store(part + 6 * chunks, highest.to(tl.float64))
+    tl.store(part + 7 * chunks, sum_)
+    tl.store(part + 8 * chunks, sumsq)
+    tl.store(part + 9 * chunks, over_fp16.to(tl.float64))
+    tl.store(part + 10 * chunks, over_bf16.to(tl.float64))
+    tl.store(part + 11 * chunks, over_fp8.to(tl.float64))
+
+
+@triton.jit
+def _add_chunks(parts, first, last, out, chunks, BLOCK: tl.constexpr):
+    """One CTA a (tensor, column), in a fixed order: out[tensor, column]."""
+    tensor = tl.program_id(0)
+    column = tl.program_id(1)
+    begin = tl.load(first + tensor)
+    end = tl.load(last + tensor)
+    if (column >= 5) & (column <= 7):  # min, max, absmax: the largest of -low, of high, of both
+        most = tl.full((BLOCK,), float("-inf"), tl.float64)
+        for start in range(begin, end, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            low = tl.load(parts + 5 * chunks + offsets, mask=offsets < end, other=float("inf"))
+            high = tl.load(parts + 6 * chunks + offsets, mask=offsets < end, other=float("-inf"))
+            most = tl.maximum(most, tl.where(column == 6, high, -low))
+            most = tl.maximum(most, tl.where(column == 5, -low, high))
+        extreme = tl.max(most, 0)
+        extreme = tl.where(extreme == float("-inf"), 0.0, extreme)  # nothing finite
+        tl.store(out + tensor * 13 + column, tl.where(column == 5, -extreme, extreme))
+    else:
+        part = parts + tl.where(column < 5, column, column - 1) * chunks
+        total = tl.zeros((BLOCK,), tl.float64)
+        for start in range(begin, end, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            total += tl.load(part + offsets, mask=offsets < end, other=0.0)
+        tl.store(out + tensor * 13 + column, tl.sum(total, 0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which chunk is which part of which tensor; tensors of one dtype and alignment follow each other."""
+
+    sizes: Tensor  # of the tensors
+    first: Tensor  # chunk of each tensor, and the one after its last
+    last: Tensor
+    chunk_tensor: Tensor  # of each chunk: its tensor, and where in it the chunk starts
+    chunk_start: Tensor
+    launches: tuple[tuple[torch.dtype, bool, int, int], ...]  # dtype, aligned, first chunk, number of chunks
+
+
+def stats_on_gpu(
+    flat: Sequence[Tensor], chunk: int = CHUNK, block: int = BLOCK, warps: int = WARPS
+) -> Tensor:
+    """The rows of `tensor_stats` for vectors on one GPU, without waiting for it.
+
+    Where the tensors lie is sent to the device when it changes; a CUDA graph needs a call before capture.
+    """
+    flat = [x.view(torch.uint8) if x.dtype == torch.bool else x for x in flat]
+    device = flat[0].device
+    kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in flat)
+    plan = _plan(tuple(x.numel() for x in flat), kinds, chunk, device)
+    addresses = _on_device(tuple(x.data_ptr() for x in flat), device)
+    chunks = len(plan.chunk_tensor)
+    parts = torch.empty(FIELDS, max(chunks, 1), dtype=torch.float64, device=device)
+    for dtype, aligned, begin, number in plan.launches:
+        _reduce_chunks[(number,)](
+            addresses,
+            plan.sizes,
+            plan.chunk_tensor[begin:],
+            plan.chunk_start[begin:],
+            parts[:, begin:],
+            chunks,
+            torch.empty(0, dtype=dtype, device=device),
+            TINY=torch.finfo(dtype).tiny if dtype.is_floating_point else 0.5,
+            CHUNK=chunk,
+            BLOCK=block,
+            WIDE=dtype == torch.float64 or not dtype.is_floating_point,
+            ALIGNED=aligned,
+            num_warps=warps,
+        )
+    out = torch.empty(len(flat), FIELDS + 1, dtype=torch.float64, device=device)
+    _add_chunks[(len(flat), FIELDS + 1)](parts, plan.first, plan.last, out, parts.shape[1], BLOCK=512)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _plan(sizes: tuple[int, ...], kinds: tuple, chunk: int, device: torch.device) -> Plan:
+    first, last = [0] * len(sizes), [0] * len(sizes)
+    owners: list[int] = []
+    starts: list[int] = []
+    launches = []
+    for kind in sorted(set(kinds), key=str):
+        begin = len(owners)
+        for i in (i for i in range(len(sizes)) if kinds[i] == kind):
+            first[i] = len(owners)
+            owners += [i] * triton.cdiv(sizes[i], chunk)
+            starts += range(0, sizes[i], chunk)
+            last[i] = len(owners)
+        if len(owners) > begin:
+            launches.append((*kind, begin, len(owners) - begin))
+    tables = [_on_device(tuple(numbers), device) for numbers in (sizes, first, last, owners, starts)]
+    return Plan(tables[0], tables[1], tables[2], tables[3], tables[4], tuple(launches))
+
+
+@lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    host = torch.tensor(numbers, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

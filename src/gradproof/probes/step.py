@@ -1,0 +1,79 @@
+"""A step that is under way: what has been gathered since the last one ended, in the order in which it happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradproof.probes import tensors as measuring
+from gradproof.probes.reading import Reading
+
+KEEP = 1 << 18  # entries of an output up to which it is copied, to be measured with others in one call
+
+
+class OpenStep:
+    """What has been gathered since the last step ended."""
+
+    def __init__(self, depth: int, sampled: bool = False) -> None:
+        self.depth = depth
+        self.sampled = sampled  # percentiles and exponents too
+        self.order: list[str] = []
+        self.row: dict[str, Any] = {}
+        self.losses = 0
+        self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
+        self.norms: list[str] = []
+        self.reading = Reading()
+        self.own_before = 0.0
+        self._kept: list[tuple[str, str, Tensor]] = []
+        self._kept_size = 0
+
+    def measure(self, kind: str, named: dict[str, Tensor]) -> bool:
+        """As `measure_rows`, for tensors of one kind."""
+        return self.measure_rows([(kind, name, tensor) for name, tensor in named.items()])
+
+    def measure_soon(self, kind: str, name: str, tensor: Tensor) -> None:
+        """As `measure`, but a small tensor is copied and measured together with others: it may change before."""
+        if tensor.numel() > KEEP:
+            self.measure_kept()
+            self.measure_rows([(kind, name, tensor)])
+            return
+        self._kept.append((kind, name, tensor.clone()))
+        self._kept_size += tensor.numel()
+        if self._kept_size > 8 * KEEP:
+            self.measure_kept()
+
+    def measure_kept(self) -> None:
+        kept, self._kept, self._kept_size = self._kept, [], 0
+        self.measure_rows(kept)
+
+    def measure_rows(self, rows: list[tuple[str, str, Tensor]]) -> bool:
+        """Statistics of tensors into the step's reading: one call of the kernel for each device.
+
+        False where a CPU's numbers say at once that one is not finite.
+        """
+        finite = True
+        groups: dict[torch.device, list[tuple[str, str, Tensor]]] = {}
+        for row in rows:
+            groups.setdefault(row[2].device, []).append(row)
+        for group in groups.values():
+            start, tensors = len(self.rows), [tensor for _, _, tensor in group]
+            self.rows += [(kind, name) for kind, name, _ in group]
+            statistics = measuring.measure(tensors)
+            self.reading.add(f"stats {start}", statistics)
+            if statistics.device.type == "cpu":
+                finite &= not bool(statistics[:, [measuring.NAN, measuring.INF]].any())
+            if self.sampled:
+                self.reading.add(f"sample {start}", measuring.sample(tensors))
+        return finite
+
+    def measure_norms(self, gradients: dict[str, Tensor]) -> bool:
+        """Σx² of each gradient, and no more; False where a CPU's numbers say at once that one is not finite."""
+        finite = True
+        for group in measuring.group_by_device(gradients).values():
+            squares = measuring.square_sums(list(group.values()))
+            self.reading.add(f"squares {len(self.norms)}", squares)
+            self.norms += group
+            finite &= squares.device.type != "cpu" or bool(torch.isfinite(squares.sum()))
+        return finite

@@ -1,0 +1,664 @@
+"""Each symptom is planted and found, and stays silent on its healthy twin; verdicts outrank suspicions."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradproof
+from gradproof.diagnosis import symptoms
+from gradproof.diagnosis.causes import BY_FAMILY
+from gradproof.diagnosis.findings import LEVELS, Diagnosis, Finding
+from gradproof.diagnosis.ranking import diagnose, rank
+from gradproof.diagnosis.series import trend
+from gradproof.record.run import open_run
+from gradproof.record.schema import STATISTICS, STATISTICS_FRAME, json_line
+from gradproof.record.writer import RunWriter
+from gradproof.report.text import render_text, wants_color
+
+FALLING = 2.0 * 0.97 ** np.arange(60)
+NOISE = np.random.default_rng(0).normal(size=400)
+
+
+def parameter(name, shape=(4, 4), optimizer=0, gradient=True, changed=True, dtype="float32", trainable=True):
+    return {
+        "name": name,
+        "shape": list(shape),
+        "dtype": dtype,
+        "trainable": trainable,
+        "optimizer": optimizer,
+        "gradient": gradient,
+        "changed": changed,
+    }
+
+
+class Written:
+    """A run written by hand: `column=values` for steps.csv, then frames and events."""
+
+    def __init__(self, path, parameters=(), optimizers=1, **columns):
+        named = [{"name": f"optimizer{i}"} for i in range(optimizers)]
+        self.writer = RunWriter(path, {"parameters": list(parameters), "optimizers": named})
+        length = max((len(values) for values in columns.values()), default=0)
+        columns.setdefault("order", ["zbs"] * length)
+        for step in range(length):
+            row = {name: values[step] for name, values in columns.items()}
+            row = {k: v.item() if isinstance(v, np.generic) else v for k, v in row.items()}
+            self.writer.write_step({"step": step, **row})
+
+    def frame(self, step, kind, /, shape=(4, 4), module="", **tensors):
+        """Statistics of tensors at a step: name={statistic: value}."""
+        named = {name.replace("__", "."): values for name, values in tensors.items()}
+        facts = {"shape": list(shape), "module": module}
+        numbers = [self.writer.add_tensor(kind, name, **facts) for name in named]
+        rows = np.full((len(named), len(STATISTICS)), np.nan)
+        for row, values in zip(rows, named.values(), strict=True):
+            for statistic, value in {"nan": 0, "inf": 0, **values}.items():
+                row[STATISTICS.index(statistic)] = value
+        self.writer.write_frame(STATISTICS_FRAME, step, np.array(numbers), rows)
+        return self
+
+    def event(self, name, **facts):
+        self.writer.write_event(name, **facts)
+        return self
+
+    def read(self):
+        self.writer.close()
+        return open_run(self.writer.path)
+
+
+@pytest.fixture
+def written(tmp_path):
+    return lambda *args, **columns: Written(tmp_path / "run", *args, **columns)
+
+
+def seen(run):
+    """The names of the symptoms of a run, with their levels."""
+    return {s.name: s.level for find in symptoms.SYMPTOMS for s in find(run)}
+
+
+def train(path, model, optimizer, step, steps=40, **options):
+    """A real training, watched: `step(i)` does one of its steps."""
+    with gradproof.watch(model, optimizer, out=path, **options):
+        for i in range(steps):
+            step(i)
+    return open_run(path)
+
+
+def regression(model, optimizer, target=lambda x: x.sum(1, keepdim=True)):
+    """One ordinary step of a regression."""
+
+    def step(i):
+        x = torch.randn(32, 4)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), target(x)).backward()
+        optimizer.step()
+
+    return step
+
+
+def small_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def test_a_healthy_run_shows_nothing(tmp_path):
+    model, optimizer = small_model()
+    run = train(tmp_path / "run", model, optimizer, regression(model, optimizer))
+    assert seen(run) == {} and diagnose(run).causes == () and diagnose(run).worst is None
+
+
+# not finite ------------------------------------------------------------------------------------------------
+
+
+def test_a_nan_in_forward_is_found_with_its_module(tmp_path):
+    model, optimizer = small_model()
+
+    def step(i):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4)
+        hidden = model[1](model[0](x))
+        hidden = torch.log(hidden - hidden) if i == 12 else hidden
+        model[2](hidden).square().mean().backward()
+        optimizer.step()
+
+    first = diagnose(train(tmp_path / "run", model, optimizer, step, schedule="all every step")).causes[0]
+    assert (first.family, first.step, first.where) == ("forward-nonfinite", 12, "output of 2")
+    assert first.level == "problem" and "nan" in first.evidence[0]
+
+
+def test_a_nan_in_backward_names_the_parameter_nearest_to_the_loss(tmp_path):
+    model, optimizer = small_model()
+
+    def step(i):
+        optimizer.zero_grad()
+        out = model(torch.randn(8, 4))
+        ((out - out.detach() * (i == 12)).abs().sqrt().mean()).backward()
+        optimizer.step()
+
+    run = train(tmp_path / "run", model, optimizer, step, schedule="parameters every step")
+    first = diagnose(run).causes[0]
+    assert (first.family, first.step, first.where) == ("backward-nonfinite", 12, "gradient of 2.bias")
+
+
+def test_harmless_infinities_are_not_blamed(written):
+    columns = {"loss": [1.0, 0.9, 0.8, math.nan], "grad_norm": [1.0, 1.0, 1.0, math.nan]}
+    run = written(**columns)
+    for step in range(4):
+        run.frame(step, "output", mask={"inf": 6}, head={"nan": 2 if step == 3 else 0})
+    (found,) = symptoms.nonfinite(run.read())
+    assert found.where == "output of head" and found.step == 3
+    calm = Written(run.writer.path, loss=[1.0, 0.9], grad_norm=[1.0, 1.0]).frame(0, "output", mask={"inf": 6})
+    assert list(symptoms.nonfinite(calm.read())) == []
+
+
+def test_growth_before_the_nan_points_at_the_steps(written):
+    loss = [1.0] * 10 + [3.0, 30.0, 9e3, 4e9, math.nan]
+    (found,) = symptoms.nonfinite(written(loss=loss).read())
+    assert found.suspects[0] == "lr-too-high/diverged"
+
+
+def test_skipped_steps_are_harmless_until_they_are_most(written):
+    norm = [math.inf, math.inf, *[1.0] * 58]
+    few = {"grad_norm": norm, "skipped": [1, 1, *[None] * 58], "loss": [math.inf, *FALLING[1:]]}
+    assert seen(written(**few).read()) == {}
+    all_of_them = {"grad_norm": [math.inf] * 60, "skipped": [1] * 60, "loss_scale": 2.0 ** -np.arange(60)}
+    run = written(**all_of_them, loss=[2.0] * 60).read()
+    found = seen(run)
+    assert found["steps_skipped"] == "problem"
+    assert diagnose(run).causes[0].family in ("low-precision-error", "backward-nonfinite")
+
+
+# losses ----------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_rises_stands_still_or_is_at_its_optimum(written):
+    assert seen(written(loss=FALLING[::-1]).read())["loss_rising"] == "problem"
+    assert seen(written(loss=2.3 + 0.01 * NOISE[:60]).read()) == {"loss_not_improving": "warning"}
+    assert seen(written(loss=1e-6 * (1 + 0.1 * NOISE[:60] ** 2)).read()) == {}
+    assert seen(written(loss=FALLING + 0.02 * NOISE[:60]).read()) == {}
+
+
+def test_one_player_of_two_may_lose(written):
+    loss = np.stack([FALLING, FALLING[::-1]], axis=1).reshape(-1)
+    run = written(optimizers=2, loss=loss, optimizer=[0, 1] * 60).read()
+    assert seen(run) == {"player_losing": "note"}
+    assert diagnose(run).causes[0].where == "optimizer1"
+
+
+def test_flat_noise_does_not_rise():
+    rng = np.random.default_rng(1)
+    for make in (rng.normal, rng.lognormal):
+        for points in (30, 100, 400):
+            rises = sum(trend(10 + make(size=points)).rose for _ in range(500))
+            assert rises <= 5, (make, points, rises)
+
+
+def test_oscillation_is_told_from_noise(tmp_path, written):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)  # of an absolute value: steps over the minimum for ever
+
+    def step(i):
+        optimizer.zero_grad()
+        (weight - 0.3).abs().sum().backward()
+        optimizer.step()
+
+    run = train(tmp_path / "swing", None, optimizer, step)
+    assert [s.name for s in symptoms.loss_oscillating(run)] == ["loss_oscillating"]
+    for seed in range(20):  # small batches
+        noise = np.random.default_rng(seed).lognormal(0, 0.8, 200)
+        calm = Written(run.path.with_name("calm"), loss=noise).read()
+        assert list(symptoms.loss_oscillating(calm)) == []
+
+
+def test_a_spike_is_noted_with_its_step(written):
+    loss = FALLING + 0.01 * NOISE[:60]
+    loss[40] = 30.0
+    run = written(loss=loss).read()
+    assert seen(run) == {"loss_spike": "note"} and next(symptoms.loss_spike(run)).step == 40
+    spiky = Written(run.path.with_name("calm"), loss=np.random.default_rng(2).lognormal(0, 0.3, 60))
+    assert list(symptoms.loss_spike(spiky.read())) == []
+
+
+# gradients -------------------------------------------------------------------------------------------------
+
+
+def test_clipping_at_every_step_matters_only_if_nothing_is_learned(written):
+    clip = {"norm_before_clip": [500.0] * 60, "clip_limit": [1.0] * 60}
+    assert seen(written(loss=FALLING, **clip).read()) == {"clipped_always": "note"}
+    stuck = written(loss=2.3 + 0.01 * NOISE[:60], **clip).read()
+    assert seen(stuck)["clipped_always"] == "warning"
+    assert "grad-clip-misuse" in [cause.family for cause in diagnose(stuck).causes]
+    assert seen(written(loss=FALLING, norm_before_clip=[0.5] * 60, clip_limit=[1.0] * 60).read()) == {}
+
+
+def deep(activation, width=8, layers=12):
+    torch.manual_seed(0)
+    blocks = [m for _ in range(layers) for m in (nn.Linear(width, width), activation())]
+    return nn.Sequential(nn.Linear(4, width), *blocks, nn.Linear(width, 1))
+
+
+def test_vanishing_gradients_are_found_in_the_first_layers(tmp_path):
+    model = deep(nn.Sigmoid)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    target = lambda x: torch.randn(len(x), 1)  # noqa: E731  nothing to learn: the loss stays
+    run = train(tmp_path / "run", model, optimizer, regression(model, optimizer, target))
+    (found,) = symptoms.gradient_flow(run)
+    assert found.name == "vanishing_gradients" and found.where in ("0.weight", "1.weight")
+    model = deep(lambda: nn.Identity(), layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = train(tmp_path / "twin", model, optimizer, regression(model, optimizer, target))
+    assert list(symptoms.gradient_flow(run)) == []
+
+
+def test_exploding_gradients_are_a_note_while_the_loss_falls(written):
+    parameters = [parameter(name) for name in ("a", "b", "c")]
+
+    def run(loss):
+        made = written(parameters, loss=loss)
+        for step in range(5):
+            made.frame(step, "gradient", a={"norm": 5e4}, b={"norm": 3.0}, c={"norm": 1.0})
+        return made.read()
+
+    assert seen(run(FALLING)) == {"exploding_gradients": "note"}
+    assert seen(run(2.3 + 0.01 * NOISE[:60]))["exploding_gradients"] == "warning"
+
+
+def test_a_gradient_that_grows_is_no_single_spike(written):
+    growing, flat = np.geomspace(1, 1e6, 60), np.full(60, 1.0)
+    spike = np.where(np.arange(60) == 30, 1e6, 1.0)
+    loss = 2.3 + 0.01 * NOISE[:60]
+    assert seen(written(loss=loss, grad_norm=growing).read())["gradient_growing"] == "problem"
+    for norm in (flat, spike, 1e6 * flat):  # large and stable is fine
+        assert "gradient_growing" not in seen(written(loss=loss, grad_norm=norm).read())
+
+
+# parameters ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_outside_the_optimizer(tmp_path):
+    torch.manual_seed(0)
+    model, _ = small_model()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05)
+    found = diagnose(train(tmp_path / "run", model, optimizer, regression(model, optimizer)))
+    first = found.causes[0]
+    assert (first.id, first.where) == ("param-not-updated/not-in-optimizer", "0.weight")
+    assert (first.level, first.confidence) == ("problem", "proven")
+    model[0].requires_grad_(False)  # frozen on purpose
+    run = train(tmp_path / "twin", model, optimizer, regression(model, optimizer))
+    assert list(symptoms.outside_optimizer(run)) == []
+
+
+def test_a_target_network_and_a_second_optimizer_are_no_problem(tmp_path):
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.online, self.target, self.other = nn.Linear(4, 1), nn.Linear(4, 1), nn.Linear(1, 1)
+
+    torch.manual_seed(0)
+    agent = Agent()
+    optimizer = torch.optim.SGD(agent.online.parameters(), lr=0.05)
+    unseen = torch.optim.SGD(agent.other.parameters(), lr=0.05)
+
+    def step(i):
+        x = torch.randn(16, 4)
+        with torch.no_grad():
+            goal = agent.target(x)
+        optimizer.zero_grad()
+        unseen.zero_grad()
+        F.mse_loss(agent.other(agent.online(x)), goal).backward()
+        optimizer.step()
+        unseen.step()
+
+    assert seen(train(tmp_path / "run", agent, optimizer, step)) == {"idle_parameters": "note"}
+
+
+def test_parameters_without_gradient(tmp_path):
+    class Cut(nn.Module):
+        def __init__(self, cut):
+            super().__init__()
+            self.body, self.head, self.cut = nn.Linear(4, 4), nn.Linear(4, 1), cut
+
+        def forward(self, x):
+            hidden = self.body(x)
+            return self.head(hidden.detach() if self.cut else hidden)
+
+    for cut in (True, False):
+        torch.manual_seed(0)
+        model = Cut(cut)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run = train(tmp_path / f"{cut}", model, optimizer, regression(model, optimizer))
+        assert [(s.name, s.where) for s in symptoms.never_changed(run)] == (
+            [("no_gradient", "body.weight")] if cut else []
+        )
+
+
+def test_updates_lost_to_bfloat16(tmp_path):
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1).to(dtype)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+        def step(i, model=model, optimizer=optimizer, dtype=dtype):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+
+        run = train(tmp_path / str(dtype), model, optimizer, step, steps=10)
+        expected = ["low-precision-error/lost-updates"] if dtype == torch.bfloat16 else []
+        assert [s.suspects[0] for s in symptoms.never_changed(run)] == expected
+
+
+def test_a_gradient_of_exactly_zero_and_a_bias_without_effect(written):
+    still = [parameter("a", changed=False), parameter("b")]
+    made = written(still, loss=FALLING)
+    for step in range(4):
+        made.frame(step, "gradient", a={"absmax": 0.0, "norm": 0.0}, b={"absmax": 1.0, "norm": 1.0})
+    (found,) = symptoms.never_changed(made.read())
+    assert found.suspects[0] == "dead-activation/units" and "exactly zero" in found.evidence
+    bias = [parameter("conv.bias", shape=(4,), changed=False), parameter("conv.weight")]
+    made = written(bias, loss=FALLING).frame(0, "gradient", conv__bias={"absmax": 1e-9})
+    assert seen(made.read()) == {"never_changed": "note"}
+
+
+def test_a_learning_rate_of_zero(tmp_path):
+    model, optimizer = small_model()
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)
+    plain = regression(model, optimizer)
+
+    def step(i):
+        plain(i)
+        schedule.step()
+
+    run = train(tmp_path / "run", model, optimizer, step)
+    (found,) = symptoms.learning_rate(run)
+    assert found.step == 10 and found.suspects == ("lr-schedule-error/ends-at-zero",)
+    restarts = Written(tmp_path / "twin", loss=FALLING, lr=np.tile(np.linspace(0.1, 0, 20), 3)).read()
+    assert list(symptoms.learning_rate(restarts)) == []
+
+
+# the order of calls ----------------------------------------------------------------------------------------
+
+ORDERS = {
+    "stale_gradient": lambda m, o, loss, s: (loss().backward(), o.step(), s.step()),
+    "zeroed_before_step": lambda m, o, loss, s: (loss().backward(), o.zero_grad(), o.step()),
+    "late_clip": lambda m, o, loss, s: (
+        o.zero_grad(),
+        loss().backward(),
+        o.step(),
+        nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    ),
+}
+HEALTHY = {
+    "by hand": lambda m, o, loss, s: (
+        [p.grad.zero_() for p in m.parameters() if p.grad is not None],
+        loss().backward(),
+        o.step(),
+    ),
+    "zeroed at the end": lambda m, o, loss, s: (loss().backward(), o.step(), o.zero_grad(), s.step()),
+    "zeros kept": lambda m, o, loss, s: (o.zero_grad(set_to_none=False), loss().backward(), o.step()),
+    "clipped": lambda m, o, loss, s: (
+        o.zero_grad(),
+        loss().backward(),
+        nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        o.step(),
+        s.step(),
+    ),
+    "other model": lambda m, o, loss, s: (
+        o.zero_grad(),
+        loss().backward(),
+        nn.Linear(1, 1).zero_grad(),
+        o.step(),
+    ),
+}
+
+
+def run_in_order(path, calls):
+    model, optimizer = small_model()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    return train(
+        path, model, optimizer, lambda i: calls(model, optimizer, lambda: loss_of(model), schedule), 12
+    )
+
+
+def loss_of(model):
+    x = torch.randn(16, 4)
+    return F.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_calls_in_the_wrong_order_are_proven(name, tmp_path):
+    run = run_in_order(tmp_path / "run", ORDERS[name])
+    assert [s.name for s in symptoms.order_of_calls(run)] == [name]
+    first = diagnose(run).causes[0]
+    assert (first.level, first.confidence) == ("problem", "proven")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_calls_in_a_right_order_are_silent(name, tmp_path):
+    assert list(symptoms.order_of_calls(run_in_order(tmp_path / "run", HEALTHY[name]))) == []
+
+
+def test_clipping_before_unscaling(tmp_path):
+    for unscale in (False, True):
+        model, optimizer = small_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+        def step(i, model=model, optimizer=optimizer, scaler=scaler, unscale=unscale):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        run = train(tmp_path / f"{unscale}", model, optimizer, step, steps=8)
+        expected = [] if unscale else ["clip_before_unscale"]
+        assert [s.name for s in symptoms.order_of_calls(run)] == expected
+
+
+@pytest.mark.parametrize("order", ["bszszsz", "zbs", "lzbcs", "cs", "zbbbbs", "bs", "zbux"])
+def test_other_orders_are_silent(order, written):
+    run = written(loss=FALLING, order=[order] * 60, grad_norm=[1.0] * 60).read()
+    assert list(symptoms.order_of_calls(run)) == []
+
+
+# units, updates, Adam --------------------------------------------------------------------------------------
+
+
+def test_dead_units(tmp_path):
+    for bias, expected in ((-100.0, ["dead_units"]), (0.0, [])):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+        nn.init.constant_(model[0].bias, bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        target = lambda x: torch.randn(len(x), 1)  # noqa: E731
+        run = train(tmp_path / f"{bias}", model, optimizer, regression(model, optimizer, target))
+        found = list(symptoms.dead_units(run))
+        assert [s.name for s in found] == expected
+        assert not found or (found[0].where, found[0].level) == ("1", "problem")
+
+
+def test_few_samples_do_not_make_units_dead(written):
+    made = written(loss=2.3 + 0.01 * NOISE[:60])
+    for step in range(4):
+        made.frame(step, "output", shape=(2, 64), module="ReLU", act={"dead": 0.6})
+    assert list(symptoms.dead_units(made.read())) == []
+
+
+def test_updates_too_small_or_too_large(tmp_path):
+    for lr, expected in ((1e-9, ["tiny_updates"]), (1e-3, []), (1.0, ["huge_updates"])):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+        def step(i, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(16, 4)), torch.randint(4, (16,))).backward()
+            optimizer.step()
+
+        run = train(tmp_path / f"{lr}", model, optimizer, step)
+        assert [s.name for s in symptoms.update_ratio(run)] == expected
+
+
+def test_adams_epsilon(tmp_path):
+    for eps, expected in ((1.0, {"adam_epsilon"}), (1e-8, set())):
+        torch.manual_seed(0)
+        model = nn.Embedding(5000, 4)  # of which few rows are ever used
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, eps=eps)
+
+        def step(i, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(torch.randint(2500, (2000,))).square().mean().backward()
+            optimizer.step()
+
+        run = train(tmp_path / f"{eps}", model, optimizer, step, steps=8, schedule="optimizer every step")
+        assert {s.name for s in symptoms.adam_epsilon(run)} == expected
+
+
+# ranking ---------------------------------------------------------------------------------------------------
+
+
+def finding(family="lr-too-high", level="problem", confidence="likely", **facts):
+    return Finding(family, f"{family}/x", level, confidence, ("seen",), "change it", **facts)
+
+
+def test_rank_gravest_then_surest_then_earliest():
+    ranked = rank(
+        [
+            finding("bad-init", "note", "proven"),
+            finding("lr-too-low", "problem", "possible", step=1),
+            finding("wrong-gradient", "problem", "proven", step=9),
+            finding("zero-grad-error", "problem", "proven", step=3),
+            finding("wrong-gradient", "problem", "likely", step=0),
+        ]
+    )
+    assert [f.family for f in ranked] == ["zero-grad-error", "wrong-gradient", "lr-too-low", "bad-init"]
+    apart = rank([finding(where="a"), finding(where="b"), finding(where="a", confidence="proven")])
+    assert [(f.where, f.confidence) for f in apart] == [("a", "proven"), ("b", "likely")]
+
+
+def verdict(family, answer, **facts):
+    return {"family": family, "id": f"{family}/tested", "verdict": answer, **facts}
+
+
+def test_verdicts_outrank_symptoms(written):
+    rising = {"loss": FALLING[::-1]}
+    plain = diagnose(written(**rising).read())
+    assert [(f.id, f.confidence) for f in plain.causes] == [("lr-too-high/diverged", "likely")]
+    made = written(**rising)
+    made.event("verdict", **verdict("wrong-gradient", "confirmed", where="blocks.2", evidence=["26 % off"]))
+    made.event("verdict", **verdict("lr-too-high", "excluded", reason="the loss falls along the step"))
+    made.event("verdict", **verdict("bad-init", "undecided"))
+    made.event("verdict", **verdict("from-the-future", "confirmed"))
+    found = diagnose(made.read())
+    assert [(f.id, f.confidence, f.where) for f in found.causes] == [
+        ("wrong-gradient/tested", "proven", "blocks.2")
+    ]
+    assert [(e.family, e.reason) for e in found.excluded] == [
+        ("lr-too-high", "the loss falls along the step")
+    ]
+    assert [s.name for s in found.symptoms] == ["loss_rising"]
+
+
+def test_a_confirmed_family_swallows_its_suspicions(written):
+    made = written(loss=FALLING[::-1])
+    made.event(
+        "verdict", **verdict("lr-too-high", "confirmed", where="group 0", evidence=["α = 0.1 is best"])
+    )
+    assert [f.id for f in diagnose(made.read()).causes] == ["lr-too-high/tested"]
+
+
+def test_an_excluded_suspect_gives_way_to_the_next(written):
+    made = written(loss=2.3 + 0.01 * NOISE[:60])
+    assert diagnose(made.read()).causes[0].family == "lr-too-low"
+    made = written(loss=2.3 + 0.01 * NOISE[:60])
+    made.event("verdict", **verdict("lr-too-low", "excluded", reason="α = 1 is best"))
+    assert diagnose(made.read()).causes[0].family == "lr-too-high"
+
+
+def test_every_suspect_is_in_the_catalogue():
+    import ast
+    from pathlib import Path
+
+    source = ast.parse(Path(symptoms.__file__).read_text())
+    words = [n.value for n in ast.walk(source) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    suspects = [w for w in words if "/" in w and " " not in w and w[0] != "/"]
+    assert len(suspects) > 15 and {w.partition("/")[0] for w in suspects} <= set(BY_FAMILY)
+
+
+# empty, short, all NaN -------------------------------------------------------------------------------------
+
+
+def test_an_empty_run(written):
+    found = diagnose(written().read())
+    assert found.causes == () and "No step was recorded" in render_text(found)
+
+
+def test_a_run_of_one_step(tmp_path):
+    model, optimizer = small_model()
+    found = diagnose(train(tmp_path / "run", model, optimizer, regression(model, optimizer), steps=1))
+    assert found.causes == () and "1 step\n" in render_text(found)
+
+
+def test_a_run_of_nothing_but_nan(written):
+    nan = [math.nan] * 40
+    made = written([parameter("a")], loss=nan, grad_norm=nan, lr=nan, norm_before_clip=nan, clip_limit=nan)
+    for step in range(4):
+        nothing = {name: math.nan for name in STATISTICS if name not in ("nan", "inf")}
+        made.frame(step, "output", out={"nan": 16, **nothing}).frame(
+            step, "gradient", a={"nan": 16, **nothing}
+        )
+    found = diagnose(made.read())
+    assert [(f.family, f.step, f.where) for f in found.causes] == [("forward-nonfinite", 0, "output of out")]
+    json.loads(json_line(found.as_data()))
+
+
+# what is printed -------------------------------------------------------------------------------------------
+
+
+def test_the_report_starts_with_what_matters_and_ends_with_a_command(tmp_path):
+    run = run_in_order(tmp_path / "run", ORDERS["stale_gradient"])
+    lines = render_text(diagnose(run)).splitlines()
+    assert lines[0].startswith("gradproof · ") and "12 steps" in lines[0]
+    assert lines[1] == "Gradients are not cleared, or cleared at the wrong time (proven)"
+    assert lines[-1].startswith(f"next: gradproof diagnose {run.path}")
+    assert any(line.startswith("watching took ") and "% of the wall time" in line for line in lines[-4:-1])
+    assert max(map(len, lines[1:-1])) <= 100 + 3 and not any("\x1b" in line for line in lines)
+    assert "\x1b[1;31m" in render_text(diagnose(run), color=True)
+
+
+def test_a_killed_run_says_that_its_cost_is_not_known(written):
+    assert "cost is not known" in render_text(diagnose(written(loss=FALLING).read()))
+
+
+def test_color_is_for_terminals_that_want_it(monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert wants_color(Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color(Terminal())
+
+
+def test_a_diagnosis_as_data_and_as_a_sentence(written):
+    found = diagnose(written(loss=FALLING[::-1]).read())
+    data = json.loads(json_line(found.as_data()))
+    assert set(data) == {"run", "steps", "causes", "symptoms", "excluded", "cost", "notes"}
+    keys = {"family", "id", "level", "confidence", "where", "step", "evidence", "fix", "title"}
+    assert set(data["causes"][0]) >= keys and isinstance(data["causes"][0]["evidence"], list)
+    assert str(found) == "problem: the steps overshoot (likely)"
+    assert str(Diagnosis("runs/a", 3)).startswith("nothing is wrong")
+    assert all(s["level"] in LEVELS for s in data["symptoms"])

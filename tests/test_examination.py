@@ -1,0 +1,169 @@
+"""Experiments in the training process: they find what was planted, and leave training bit for bit as it was."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trainings
+from torch import nn
+
+from gradproof.diagnosis.ranking import diagnose
+from gradproof.experiments import examination
+from gradproof.experiments.evidence import confirmed, excluded
+from gradproof.experiments.examination import Examination
+from gradproof.probes import taping as taping_module
+from gradproof.probes.hooks import attach
+from gradproof.probes.names import Names
+from gradproof.probes.taping import Taping
+from gradproof.probes.watch import open_session
+from gradproof.record.run import open_run
+
+
+def examine(path, training):
+    """Run a training, watched and examined as `gradproof run` does it; what the training returned."""
+    session = open_session(path, command=["test"], names=Names())
+    session.taping = Taping(session.names, Examination(session))
+    with attach(session):
+        try:
+            return training()
+        finally:
+            session.close()
+
+
+def outcome_of(kind):
+    torch.manual_seed(3)
+    model, _, losses = kind()
+    losses = list(losses)
+    return losses, [value.clone() for value in model.state_dict().values()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("kind", [trainings.mlp, trainings.cnn, trainings.lstm, trainings.transformer])
+def test_training_is_bit_identical(kind, tmp_path):
+    plain, examined = outcome_of(kind), examine(tmp_path / "run", lambda: outcome_of(kind))
+    assert examined[0] == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(examined[1], plain[1], strict=True))
+    assert torch.equal(examined[2], plain[2])
+    run = open_run(tmp_path / "run")
+    assert run.info["cost"]["taped_steps"] >= 2
+    assert not [event for event in run.events if event["event"] == "experiment_failed"], run.events
+    assert diagnose(run).worst != "problem"
+
+
+def regression(lr=0.05, steps=40, function=lambda x: x, spoil=lambda batches: None):
+    torch.manual_seed(0)
+    batches = torch.randn(steps, 32, 4)
+    spoil(batches)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for x in batches:
+        loss = F.mse_loss(function(model(x)), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class HalfTanh(torch.autograd.Function):
+    """A hand-written tanh whose backward forgets a factor of two."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = x.tanh()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors
+        return 0.5 * grad * (1 - out * out)
+
+
+def first_cause(path):
+    return diagnose(path).causes[0]
+
+
+def test_a_wrong_backward_is_named(tmp_path):
+    examine(tmp_path / "run", lambda: regression(function=HalfTanh.apply))
+    cause = first_cause(tmp_path / "run")
+    assert (cause.family, cause.confidence) == ("wrong-gradient", "proven")
+    assert "HalfTanh" in " ".join(cause.evidence) and "test_examination.py" in cause.where
+
+
+def test_a_healthy_training_is_not_accused(tmp_path):
+    examine(tmp_path / "run", regression)
+    diagnosis = diagnose(tmp_path / "run")
+    assert diagnosis.worst in (None, "note")
+    assert {"wrong-gradient", "lr-too-high"} <= {exclusion.family for exclusion in diagnosis.excluded}
+
+
+def test_a_step_that_is_too_long_is_proven(tmp_path):
+    examine(tmp_path / "run", lambda: regression(lr=2.0))
+    cause = first_cause(tmp_path / "run")
+    assert cause.family == "lr-too-high" and "instead of 2.0e+00" in cause.fix
+
+
+def test_steps_that_are_too_short_are_proven(tmp_path):
+    examine(tmp_path / "run", lambda: regression(lr=1e-6, steps=60))
+    cause = first_cause(tmp_path / "run")
+    assert cause.family == "lr-too-low" and cause.confidence == "proven"
+
+
+def test_a_nan_is_caught_in_the_act(tmp_path):
+    def spoil(batches):
+        batches[13, 7, 2] = math.nan
+
+    examine(tmp_path / "run", lambda: regression(spoil=spoil))
+    cause = first_cause(tmp_path / "run")
+    assert cause.family == "forward-nonfinite" and cause.step == 13 and cause.confidence == "proven"
+    assert "(7, 2)" in " ".join(cause.evidence)  # the entry of the batch it came from
+
+
+def test_an_experiment_that_fails_is_noted_and_left_out(tmp_path, monkeypatch):
+    def broken(evidence):
+        raise RuntimeError("planted")
+        yield
+
+    monkeypatch.setattr(examination, "EXPERIMENTS", (broken, *examination.EXPERIMENTS))
+    examine(tmp_path / "run", lambda: regression(function=HalfTanh.apply))
+    failed = [e for e in open_run(tmp_path / "run").events if e["event"] == "experiment_failed"]
+    assert len(failed) == 1 and "planted" in failed[0]["error"]
+    assert first_cause(tmp_path / "run").family == "wrong-gradient"
+
+
+def test_a_recorder_that_fails_ends_taping_only(tmp_path, monkeypatch):
+    def broken(self, inside_optimizer_hook=False):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(taping_module.Recorder, "start", broken)
+    examine(tmp_path / "run", regression)
+    run = open_run(tmp_path / "run")
+    assert len(run) == 40 and run.info["cost"]["taped_steps"] == 0
+
+
+def write_verdicts(path, *verdicts):
+    (path / "events.jsonl").write_text(
+        "".join(
+            json.dumps({"event": "verdict", "experiment": name, "step": step, **vars(verdict)}) + "\n"
+            for step, (name, verdict) in enumerate(verdicts)
+        )
+    )
+    return diagnose(path)
+
+
+def test_the_last_verdict_of_an_experiment_counts_unless_an_earlier_one_is_lasting(tmp_path):
+    examine(tmp_path / "run", lambda: regression(steps=8))
+    found = write_verdicts(
+        tmp_path / "run",
+        ("a", confirmed("lr-too-high/x", "seen")),
+        ("a", excluded("lr-too-high", "no longer")),
+    )
+    assert not found.causes and found.excluded[0].reason == "no longer"
+    found = write_verdicts(
+        tmp_path / "run",
+        ("a", confirmed("lr-too-high/x", "seen", lasting=True)),
+        ("a", excluded("lr-too-high", "no longer")),
+    )
+    assert found.causes[0].id == "lr-too-high/x"
+    found = write_verdicts(tmp_path / "run", ("a", confirmed("lr-too-high/x", "seen", if_troubled=True)))
+    assert found.worst == "note"  # this training shows no trouble

@@ -1,0 +1,130 @@
+"""Masks of the loss and of attention: padding that counts or is looked at, masks the wrong way round."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from torch import nn
+
+from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.grids import find_grids
+from gradproof.experiments.positions import which_positions_count
+
+PAD, MASK, END, VOCABULARY, LENGTH, ROWS, WIDTH = 0, 1, 2, 15, 12, 16, 16
+
+
+class Encoder(nn.Module):
+    def __init__(self, mask="right", axis=-1):
+        super().__init__()
+        self.mask, self.axis = mask, axis
+        self.tok, self.pos = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1]))
+        q, k, v = self.qkv(x).view(*ids.shape, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        real = (ids != PAD)[:, None, None, :]
+        if self.mask == "fused":
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=real)
+        else:
+            scores = q @ k.mT / math.sqrt(WIDTH)
+            if self.mask == "right":
+                scores = scores.masked_fill(~real, -1e9)
+            elif self.mask == "inverted":
+                scores = scores.masked_fill(real, -1e9)
+            y = scores.softmax(self.axis) @ v
+        return self.head(x + y.transpose(1, 2).reshape(x.shape))
+
+
+def padded():
+    lengths = torch.randint(4, LENGTH + 1, (ROWS, 1))
+    lengths[0], lengths[1] = 4, LENGTH
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    ids = torch.where(torch.arange(LENGTH) == lengths - 1, END, ids)
+    return torch.where(torch.arange(LENGTH) < lengths, ids, PAD)
+
+
+def masked():
+    ids = padded()
+    chosen = (torch.rand(ids.shape) < 0.3) & (ids != PAD)
+    return ids, torch.where(chosen, MASK, ids), chosen
+
+
+def step(model, inputs, targets, **options):
+    return evidence_of(
+        model, lambda: F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), **options)
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, id",
+    [("inverted", "only-padding-attended"), ("none", "padding-attended"), ("right", ""), ("fused", "")],
+)
+def test_attention_to_padding(kind, id):
+    ids = padded()
+    evidence = step(Encoder(kind), ids, ids.roll(-1, 1), ignore_index=PAD)
+    assert confirmed_ids(where_does_attention_look, evidence) == (
+        [f"attention-mask-error/{id}"] if id else []
+    )
+    if not id:
+        assert excluded_families(where_does_attention_look, evidence) == ["attention-mask-error"]
+
+
+def test_softmax_over_queries():
+    ids = padded()
+    evidence = step(Encoder("none", axis=-2), ids, ids.roll(-1, 1))
+    assert "axis-or-shape-error/softmax-axis" in confirmed_ids(where_does_attention_look, evidence)
+
+
+def test_padding_in_the_loss():
+    ids = padded()
+    targets = torch.cat([ids[:, 1:], torch.full((ROWS, 1), PAD)], 1)
+    counted, end_ignored = (step(Encoder(), ids, targets, **o) for o in ({}, {"ignore_index": END}))
+    for evidence in (counted, end_ignored):
+        assert confirmed_ids(which_positions_count, evidence) == ["loss-mask-error/padding-counts"]
+    right = step(Encoder(), ids, targets, ignore_index=PAD)
+    assert excluded_families(which_positions_count, right) == ["loss-mask-error"]
+    assert not confirmed_ids(which_positions_count, right)
+
+
+def test_a_mask_by_hand():
+    ids, model = padded(), Encoder()
+    targets = torch.cat([ids[:, 1:], torch.full((ROWS, 1), PAD)], 1)
+
+    def by_hand(mask):
+        def make_loss():
+            each = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="none")
+            return (each * mask.flatten()).sum() / mask.sum()
+
+        return evidence_of(model, make_loss)
+
+    assert not confirmed_ids(which_positions_count, by_hand(targets != PAD))
+    assert confirmed_ids(which_positions_count, by_hand(targets == PAD)) == ["loss-mask-error/inverted"]
+
+
+def test_masked_language_model():
+    ids, inputs, chosen = masked()
+    right = step(Encoder(), inputs, torch.where(chosen, ids, -100))
+    inverted = step(Encoder(), inputs, torch.where(chosen, -100, ids))
+    filled = step(Encoder(), inputs, torch.where(chosen, ids, PAD))
+    assert not confirmed_ids(which_positions_count, right)
+    assert confirmed_ids(which_positions_count, inverted) == ["loss-mask-error/inverted"]
+    assert confirmed_ids(which_positions_count, filled) == ["loss-mask-error/padding-counts"]
+
+
+def test_a_batch_padded_in_the_step():
+    """pad_sequence fills its result in place: the tokens are those that the embedding read."""
+    rows = [row[row != PAD] for row in padded()]
+    model = Encoder("inverted")
+
+    def make_loss():
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten(), ignore_index=PAD)
+
+    evidence = evidence_of(model, make_loss)
+    found = confirmed_ids(where_does_attention_look, evidence)
+    assert found == ["attention-mask-error/only-padding-attended"]
+    (grid, *_) = find_grids(evidence)
+    assert float(grid.perturb(0, 1)[1].max()) > 0

@@ -1,0 +1,90 @@
+"""Samples that hear each other by mistake, and couplings that are meant."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from test_experiment_tokens import Recurrent, Transformer, language_step
+from torch import nn
+
+from gradproof.experiments.samples import are_samples_independent
+
+X, Y, CLASS = torch.randn(8, 5), torch.randn(8), torch.randint(0, 3, (8,))
+
+
+class Net(nn.Module):
+    def __init__(self, middle=None, out=3):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, out)
+        self.middle = middle or (lambda h: h)
+
+    def forward(self, x):
+        return self.b(self.middle(torch.tanh(self.a(x))))
+
+
+class SequenceClassifier(nn.Module):
+    def __init__(self, batch_first):
+        super().__init__()
+        self.rnn = nn.GRU(5, 7, batch_first=batch_first)
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0][:, -1])
+
+
+def classify(model, x=X):
+    return evidence_of(model, lambda: F.cross_entropy(model(x), CLASS))
+
+
+@pytest.mark.parametrize(
+    "middle, id",
+    [
+        (lambda h: h.softmax(0), "softmax-over-the-batch"),
+        (lambda h: F.normalize(h, dim=0), "normalised-over-the-batch"),
+        (lambda h: h.T.contiguous().view(8, 7), "view-for-transpose"),
+    ],
+)
+def test_an_axis_too_far(middle, id):
+    (found,) = [v for v in are_samples_independent(classify(Net(middle))) if v.id]
+    assert found.id == f"axis-or-shape-error/{id}" and "test_experiment_samples.py" in found.where
+
+
+def test_time_taken_for_batch():
+    for model, x in ((SequenceClassifier(False), torch.randn(8, 6, 5)),):
+        assert confirmed_ids(are_samples_independent, classify(model, x)) == [
+            "axis-or-shape-error/batch-first"
+        ]
+    model = Recurrent(batch_first=False)
+    found = confirmed_ids(are_samples_independent, evidence_of(model, language_step(model)))
+    assert found == ["axis-or-shape-error/batch-first"]
+
+
+@pytest.mark.parametrize("model", [Net(), Net(lambda h: F.normalize(h, dim=1)), Net(lambda h: h.softmax(1))])
+def test_independent_samples_are_excluded(model):
+    assert excluded_families(are_samples_independent, classify(model)) == ["axis-or-shape-error"]
+
+
+def test_sequences_of_either_order_are_well():
+    for model, time_first in ((Transformer(), False), (Recurrent(), False), (Recurrent(False), True)):
+        evidence = evidence_of(model, language_step(model, time_first=time_first))
+        assert not confirmed_ids(are_samples_independent, evidence)
+
+
+def test_couplings_that_are_meant():
+    graph = torch.rand(8, 8).softmax(1)
+
+    def contrastive(model):
+        z = F.normalize(model(X), dim=1)
+        return F.cross_entropy(z @ z.T / 0.1, torch.arange(8))
+
+    def standardised(h):
+        return (h - h.mean(0)) / (h.std(0) + 1e-5)
+
+    norm, plain = Net(nn.BatchNorm1d(7)), Net()
+    for evidence in (
+        evidence_of(plain, lambda: contrastive(plain)),
+        classify(norm),
+        classify(Net(standardised)),
+        classify(Net(lambda h: graph @ h)),
+    ):
+        assert not confirmed_ids(are_samples_independent, evidence)

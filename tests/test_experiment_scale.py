@@ -1,0 +1,48 @@
+"""Numbers of the wrong size are named with the value to divide by; standardised ones are excluded."""
+
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from torch import nn
+
+from gradproof.experiments.scale import are_numbers_of_a_fitting_size
+from gradproof.experiments.start import where_does_the_loss_start
+
+X, Y, CLASS = torch.randn(32, 6), torch.randn(32, 1), torch.randint(0, 4, (32,))
+PIXELS = torch.randint(0, 256, (32, 6)).float()
+
+
+def ids(x, y, model=None, loss=F.mse_loss):
+    model = model or nn.Linear(6, 1)
+    return confirmed_ids(are_numbers_of_a_fitting_size, evidence_of(model, lambda: loss(model(x), y)))
+
+
+def test_sizes():
+    raw = X * torch.tensor([1, 1, 1, 50, 2000, 1.0]) + 3
+    assert ids(raw, Y) == ["input-or-target-scale/raw-features"]
+    assert ids(PIXELS, Y) == ["input-or-target-scale/pixels-to-255"]
+    assert ids(X, 300 + 90 * Y) == ["input-or-target-scale/raw-targets"]
+    yes = (Y > 0).float()
+    assert ids(X, 255 * yes, loss=F.binary_cross_entropy_with_logits) == [
+        "input-or-target-scale/yes-or-no-target"
+    ]
+    assert ids(X, yes, loss=F.binary_cross_entropy_with_logits) == []
+
+
+def test_standardised_numbers_are_excluded():
+    model = nn.Linear(6, 1)
+    evidence = evidence_of(model, lambda: F.mse_loss(model(X), Y))
+    assert excluded_families(are_numbers_of_a_fitting_size, evidence) == ["input-or-target-scale"]
+
+
+def test_a_network_that_normalises_its_input():
+    assert ids(PIXELS, Y, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))) == []
+
+
+def test_the_loss_at_the_start():
+    for scale, expected in ((1.0, []), (60.0, ["bad-init/loss-at-start"])):
+        model = nn.Linear(6, 4)
+        with torch.no_grad():
+            model.weight.mul_(scale)
+        evidence = evidence_of(model, lambda m=model: F.cross_entropy(m(X), CLASS))
+        assert confirmed_ids(where_does_the_loss_start, evidence) == expected

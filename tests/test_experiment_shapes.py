@@ -1,0 +1,48 @@
+"""A column against a row in the loss is found; pairs that are meant are not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of
+from torch import nn
+
+from gradproof.experiments.shapes import do_shapes_meet
+
+X, Y = torch.randn(12, 5), torch.randn(12)
+LOSSES = {
+    "by hand": lambda p, y: ((p - y) ** 2).mean(),
+    "mse": F.mse_loss,
+    "smooth": F.smooth_l1_loss,
+    "weighted": lambda p, y: (p * y).mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_column_against_a_row(loss):
+    model = nn.Linear(5, 1)
+    evidence = evidence_of(model, lambda: LOSSES[loss](model(X), Y))
+    (verdict,) = do_shapes_meet(evidence)
+    assert verdict.id == "axis-or-shape-error/broadcast-into-the-loss"
+    assert "12" in verdict.evidence[0] and "test_experiment_shapes.py" in verdict.where
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equal_shapes_are_well(loss):
+    model = nn.Linear(5, 1)
+    assert not confirmed_ids(do_shapes_meet, evidence_of(model, lambda: LOSSES[loss](model(X).squeeze(1), Y)))
+
+
+def test_all_pairs_on_purpose():
+    model = nn.Linear(5, 1)
+
+    def ranking():
+        s = model(X).squeeze(1)
+        return F.softplus(s[:, None] - s[None, :]).mean() + F.softplus(s[:, None] - s).mean()
+
+    def quantiles():
+        q = nn.functional.pad(model(X), (0, 11))
+        return (Y.expand(12, 12)[:, None, :] - q[:, :, None]).abs().mean()
+
+    for make_loss in (ranking, quantiles):
+        assert not confirmed_ids(do_shapes_meet, evidence_of(model, make_loss))

@@ -1,0 +1,74 @@
+"""Targets of other rows, targets made of noise, targets inside the input; and pairs that belong together."""
+
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from torch import nn
+
+from gradproof.experiments.targets import agreement, do_targets_belong_to_inputs
+
+X, Y = torch.randn(200, 5), torch.arange(200) % 4
+
+
+def test_rows_of_another_batch():
+    model, order = nn.Linear(5, 4), torch.randperm(200)
+    rows = order[20:50]
+    wrong = evidence_of(model, lambda: F.cross_entropy(model(X[rows]), Y[20:50]))
+    right = evidence_of(model, lambda: F.cross_entropy(model(X[rows]), Y[rows]))
+    assert confirmed_ids(do_targets_belong_to_inputs, wrong) == [
+        "data-target-misaligned/rows-of-another-batch"
+    ]
+    assert excluded_families(do_targets_belong_to_inputs, right)[0] == "data-target-misaligned"
+    assert not confirmed_ids(do_targets_belong_to_inputs, right)
+    chosen = evidence_of(model, lambda: F.cross_entropy(model(X[order[:30]]), Y[order[:30]]))
+    assert not confirmed_ids(do_targets_belong_to_inputs, chosen)
+
+
+def test_noise_that_nobody_has_seen():
+    model = nn.Linear(5, 5)
+
+    def step(fresh):
+        noise = torch.randn_like(X)
+        return F.mse_loss(model(X + noise), torch.randn_like(X) if fresh else noise)
+
+    assert confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: step(True))) == [
+        "data-target-misaligned/fresh-noise"
+    ]
+    assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: step(False)))
+
+
+def test_a_window_that_holds_its_target():
+    series, model = torch.randn(300), nn.Linear(12, 1)
+    starts = torch.randint(0, 250, (20,)).tolist()
+    x = torch.stack([series[s : s + 12] for s in starts])
+
+    def step(ahead):
+        y = torch.stack([series[s + ahead] for s in starts])
+        return evidence_of(model, lambda: ((model(x).squeeze(1) - y) ** 2).mean())
+
+    assert confirmed_ids(do_targets_belong_to_inputs, step(11)) == [
+        "data-target-misaligned/target-in-the-input"
+    ]
+    assert not confirmed_ids(do_targets_belong_to_inputs, step(12))
+
+
+def test_an_autoencoder_has_its_input_as_target():
+    model = nn.Linear(5, 5)
+    assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: F.mse_loss(model(X), X)))
+
+
+def test_neighbours_agree_or_not():
+    y = (X[:, 0] > 0).long()
+    assert agreement(X.double(), y.double(), True)[2] > 5
+    assert abs(agreement(X.double(), y[torch.randperm(200)].double(), True)[2]) < 5
+
+
+def test_shuffled_labels_are_suspected_late():
+    y = (X[:, 0] > 0).long()
+    model = nn.Linear(5, 2)
+    nn.init.zeros_(model.weight)
+    shuffled = y[torch.randperm(200, generator=torch.Generator().manual_seed(1))]
+    late = [evidence_of(model, lambda t=t: F.cross_entropy(model(X), t), step=100) for t in (shuffled, y)]
+    (said,) = [v for v in do_targets_belong_to_inputs(late[0]) if v.id]
+    assert said.id == "data-target-misaligned/targets-independent-of-inputs" and said.if_troubled
+    assert not confirmed_ids(do_targets_belong_to_inputs, late[1])

@@ -1,0 +1,97 @@
+"""Losses upside down, terms that are not weighed alike, micro-batches that do not add up; and their healthy twins."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from torch import nn
+
+from gradproof.experiments.accumulation import do_micro_batches_add_up
+from gradproof.experiments.evidence import Evidence
+from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.tape.record import record
+
+X, Y, CLASS = torch.randn(20, 5), torch.randn(20, 3), torch.randint(0, 3, (20,))
+YES = (Y > 0).float()
+LOSSES = {
+    "class": lambda out: F.cross_entropy(out, CLASS),
+    "squares by hand": lambda out: ((out - Y) ** 2).mean(),
+    "squares": lambda out: F.mse_loss(Y, out),
+    "absolute": lambda out: (out - Y).abs().sum(),
+    "yes or no": lambda out: F.binary_cross_entropy_with_logits(out, YES),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_minus_sign(name):
+    model = nn.Linear(5, 3)
+    wrong = evidence_of(model, lambda: -LOSSES[name](model(X)))
+    right = evidence_of(model, lambda: LOSSES[name](model(X)))
+    assert confirmed_ids(is_the_loss_the_right_way_up, wrong) == ["loss-scale-or-sign/sign"]
+    assert excluded_families(is_the_loss_the_right_way_up, right) == ["loss-scale-or-sign"]
+
+
+def test_maximised_on_purpose():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    evidence = evidence_of(model, lambda: -F.cross_entropy(model(X), CLASS), optimizer=optimizer)
+    assert not confirmed_ids(is_the_loss_the_right_way_up, evidence)
+
+
+def test_a_generator_that_maximises_the_discriminators_loss():
+    model = nn.Linear(5, 1)
+    zeros = torch.zeros(20, 1)
+    evidence = evidence_of(model, lambda: -F.binary_cross_entropy_with_logits(model(X), zeros))
+    assert not confirmed_ids(is_the_loss_the_right_way_up, evidence)
+
+
+def test_policy_gradient():
+    model, weight = nn.Linear(5, 3), torch.randn(20)
+
+    def step(sign):
+        policy = torch.distributions.Categorical(logits=model(X))
+        return sign * (policy.log_prob(policy.sample()) * weight).mean()
+
+    wrong, right = (evidence_of(model, lambda s=s: step(s)) for s in (1, -1))
+    assert confirmed_ids(is_the_loss_the_right_way_up, wrong) == ["loss-scale-or-sign/policy-sign"]
+    assert not confirmed_ids(is_the_loss_the_right_way_up, right)
+
+
+def test_a_gaussian_policy_is_left_alone():
+    model, action, returns = nn.Linear(5, 3), torch.randn(20, 3), -torch.rand(20) - 1
+
+    def step():
+        log_prob = torch.distributions.Normal(model(X), 1.0).log_prob(action).sum(1)
+        return -(log_prob * returns).mean()
+
+    assert not confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step))
+
+
+def test_a_divergence_that_is_not_averaged():
+    model = nn.Linear(5, 3)
+
+    def step(divide):
+        mu = model(X)
+        error = F.mse_loss(mu, Y, reduction="sum") / len(X)
+        return error + 0.5 * (mu.pow(2) - 1).sum() / (len(X) if divide else 1)
+
+    wrong, right = (evidence_of(model, lambda d=d: step(d)) for d in (False, True))
+    assert confirmed_ids(are_terms_weighed_alike, wrong) == ["loss-scale-or-sign/one-term-not-averaged"]
+    assert not confirmed_ids(are_terms_weighed_alike, right)
+    decay = evidence_of(
+        model, lambda: F.mse_loss(model(X), Y) + 0.5 * sum(p.pow(2).sum() for p in model.parameters())
+    )
+    assert not confirmed_ids(are_terms_weighed_alike, decay)
+
+
+@pytest.mark.parametrize("divisor, ids", [(1, ["grad-accumulation-error/not-divided"]), (4, [])])
+def test_micro_batches(divisor, ids):
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        optimizer.zero_grad()
+        for x, y in zip(X.split(5), CLASS.split(5), strict=True):
+            (F.cross_entropy(model(x), y) / divisor).backward()
+        optimizer.step()
+    evidence = Evidence(tape, 1, {"": model}, [optimizer], [1.0])
+    assert confirmed_ids(do_micro_batches_add_up, evidence) == ids

@@ -1,0 +1,138 @@
+"""Targets that are not one ahead, and language models that see the future, in small GPTs and LSTMs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from torch import nn
+
+from gradproof.experiments.alignment import do_targets_line_up
+from gradproof.experiments.future import does_it_see_the_future
+
+VOCABULARY, TIME, BATCH, WIDTH = 19, 10, 6, 16
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.kind == "fused":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.kind == "fused, not causal":
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            mask = torch.ones(t, t).triu() if self.kind == "upper" else torch.ones(t, t).tril()
+            if self.kind == "diagonal":
+                mask = torch.eye(t)
+            scores = (q @ k.mT).masked_fill(mask == 0, -1e9)
+            y = scores.softmax(-2 if self.kind == "queries" else -1) @ v
+        y = y.contiguous() if self.kind == "not transposed" else y.transpose(1, 2)
+        return x + self.proj(y.reshape(b, t, c))
+
+
+class Transformer(nn.Module):
+    def __init__(self, kind="causal"):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TIME, WIDTH)
+        self.blocks = nn.Sequential(Block(kind), Block(kind))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.tok(ids) + self.pos(torch.arange(ids.shape[1]))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, batch_first=True, bidirectional=False):
+        super().__init__()
+        self.tok = nn.Embedding(VOCABULARY, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=batch_first, bidirectional=bidirectional)
+        self.head = nn.Linear(WIDTH * (1 + bidirectional), VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.tok(ids))[0])
+
+
+def language_step(model, shift=1, time_first=False):
+    text = torch.randint(0, VOCABULARY, (BATCH, TIME + 4))
+    ids, targets = text[:, :TIME], text[:, shift : shift + TIME]
+    if time_first:
+        ids, targets = ids.T.contiguous(), targets.T.contiguous()
+    return lambda: F.cross_entropy(model(ids).reshape(-1, VOCABULARY), targets.reshape(-1))
+
+
+@pytest.mark.parametrize("make", [Transformer, Recurrent])
+@pytest.mark.parametrize("shift, id", [(0, "no-shift"), (2, "double-shift"), (3, "double-shift")])
+def test_targets_not_one_ahead(make, shift, id):
+    model = make()
+    evidence = evidence_of(model, language_step(model, shift))
+    assert confirmed_ids(do_targets_line_up, evidence) == [f"data-target-misaligned/{id}"]
+
+
+def test_targets_one_ahead_are_excluded():
+    for model, time_first in ((Transformer(), False), (Recurrent(), False), (Recurrent(False), True)):
+        evidence = evidence_of(model, language_step(model, time_first=time_first))
+        assert excluded_families(do_targets_line_up, evidence) == ["data-target-misaligned"]
+        assert not confirmed_ids(do_targets_line_up, evidence)
+
+
+def test_shift_before_the_loss():
+    """Logits cut at the end, labels at the start; shifted labels cut once more are a double shift."""
+    model = Transformer()
+    text = torch.randint(0, VOCABULARY, (BATCH, TIME + 1))
+
+    def make(labels):
+        return lambda: F.cross_entropy(
+            model(text[:, :TIME])[:, :-1].flatten(0, 1), labels[:, 1:TIME].flatten()
+        )
+
+    right, wrong = evidence_of(model, make(text)), evidence_of(model, make(text[:, 1:]))
+    assert excluded_families(do_targets_line_up, right) == ["data-target-misaligned"]
+    assert confirmed_ids(do_targets_line_up, wrong) == ["data-target-misaligned/double-shift"]
+
+
+def test_an_autoencoder_through_a_bottleneck_may_have_its_input_as_target():
+    model = nn.ModuleDict(
+        {"tok": nn.Embedding(VOCABULARY, WIDTH), "out": nn.Linear(WIDTH, TIME * VOCABULARY)}
+    )
+    ids = torch.randint(0, VOCABULARY, (BATCH, TIME))
+
+    def step():
+        code = model["tok"](ids).cumsum(1)[:, -1].tanh()
+        return F.cross_entropy(model["out"](code).view(-1, VOCABULARY), ids.view(-1))
+
+    assert not confirmed_ids(do_targets_line_up, evidence_of(model, step))
+
+
+@pytest.mark.parametrize(
+    "kind, id",
+    [
+        ("upper", "attention-mask-error/sees-only-the-future"),
+        ("fused, not causal", "attention-mask-error/sees-the-future"),
+        ("diagonal", "attention-mask-error/sees-nothing-before"),
+        ("not transposed", "axis-or-shape-error/view-for-transpose"),
+        ("queries", "axis-or-shape-error/softmax-axis"),
+    ],
+)
+def test_what_attention_sees(kind, id):
+    model = Transformer(kind)
+    found = [v for v in does_it_see_the_future(evidence_of(model, language_step(model), step=3)) if v.id]
+    assert [v.id for v in found] == [id]
+    assert "blocks.0" in found[0].where and "test_experiment_tokens.py" in found[0].where
+
+
+def test_a_bidirectional_recurrence_sees_the_future():
+    model = Recurrent(bidirectional=True)
+    (found,) = confirmed_ids(does_it_see_the_future, evidence_of(model, language_step(model)))
+    assert found == "attention-mask-error/sees-the-future"
+
+
+@pytest.mark.parametrize("model", [Transformer("causal"), Transformer("fused"), Recurrent()])
+def test_a_causal_model_is_excluded(model):
+    evidence = evidence_of(model, language_step(model), step=3)
+    assert excluded_families(does_it_see_the_future, evidence) == ["attention-mask-error"]
+    assert not confirmed_ids(does_it_see_the_future, evidence)
