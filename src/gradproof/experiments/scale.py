@@ -11,6 +11,7 @@ from gradproof.experiments.flow import VIEWS, Comparison, Flow
 
 FAMILY = "input-or-target-scale"
 LARGE = 30.0  # root mean square of a feature; standardised ones have 1
+HUGE = 100.0  # so large that a troubled run needs no other reason
 NORMS = {
     "native_batch_norm",
     "native_layer_norm",
@@ -83,7 +84,7 @@ def of_targets(evidence: Evidence, comparison: Comparison, target: Tensor) -> It
             where=evidence.flow.origin(comparison.target, comparison.operation.line),
             fix=f"standardise the targets: (y - {mean:.4g}) / {spread:.3g}",
             if_troubled=True,
-            confidence="likely",
+            confidence="proven" if size > HUGE and size > HUGE * memory["size"] else "likely",
         )
 
 
@@ -97,7 +98,6 @@ def of_inputs(flow: Flow, slot: int, value: Tensor) -> Iterator[Verdict]:
             where=where,
             fix="divide by 255, then subtract the mean and divide by the standard deviation",
             if_troubled=True,
-            confidence="likely",
         )
         return
     columns = (
@@ -117,7 +117,7 @@ def of_inputs(flow: Flow, slot: int, value: Tensor) -> Iterator[Verdict]:
         where=where,
         fix="standardise each feature: subtract its mean, divide by its standard deviation",
         if_troubled=True,
-        confidence="likely",
+        confidence="proven" if float(sizes[worst]) > HUGE else "likely",
     )
 
 
