@@ -22,7 +22,9 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
+    picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
+    slots += [op.makes[0] for op in picks]
     if not slots:
         return
     gradients = differentiate(evidence.tape, gradients_at=slots).slot_gradients
@@ -37,6 +39,11 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
             yield wrong_way(comparison.operation, "prediction from its target", cosine)
             return
         right = cosine if cosine is not None and cosine > 0.5 else right
+    for op in picks:
+        gradient = gradients.get(op.makes[0])
+        if gradient is not None and float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
+            yield wrong_way(op, "log-probability away from the right class", -1.0)
+            return
     for made, weight, op in policies:
         found = flow.values([weight]).get(weight)
         gradient = gradients.get(made)
@@ -129,7 +136,7 @@ def _is_log_probability(flow: Flow, slot: int) -> bool:
     maker = flow.maker(flow.behind(slot, VIEWS | {"stack", "cat"}))
     while maker is not None and maker.name in ("stack", "cat"):
         maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
-    if maker is None or maker.name != "gather":
+    if maker is None or maker.name not in ("gather", "index"):
         return False
     source = flow.maker(flow.behind(maker.reads[0], VIEWS))
     if source is None:
