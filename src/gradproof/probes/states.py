@@ -50,8 +50,7 @@ def _describe_load(session: Session, module: nn.Module, given: Mapping[str, Any]
             "strange": next((name for name in given if name not in own), ""),
             "missing": next((name for name in own if name not in given), ""),
         }
-    except Exception as error:
-        session.fail(error)
+    except (AttributeError, TypeError, RuntimeError):  # not a plain state: the original will say so
         return None
 
 
