@@ -12,6 +12,7 @@ import numpy as np
 
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
 from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
@@ -515,4 +516,5 @@ SYMPTOMS = (
     adam_epsilon,
     clipped_always,
     *BOOKKEEPING,
+    ranks_out_of_step,
 )
