@@ -13,7 +13,6 @@ from typing import Any
 
 from gradproof.experiments.accumulation import do_micro_batches_add_up
 from gradproof.experiments.activation import does_the_output_fit_the_loss
-from gradproof.experiments.activations import are_predictions_stuck, do_units_respond
 from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.batches import do_batches_differ
