@@ -140,7 +140,7 @@ def _by_slabs(
     if late is not None:
         for gradient in (dhidden, total):
             None if gradient is None else gradient.mul_(late)
-    if dweight is not None and total is not None and total is not dweight:
+    if dweight is not None and total is not None and total is not dweight and n:
         dweight.copy_(total[:v])
     return losses, lses
 
