@@ -65,26 +65,26 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     if not flow.inputs:
         return None
     slot = max(flow.inputs, key=lambda s: math.prod(evidence.slot(s).shape))
-    found = next((c for c in flow.comparisons if evidence.slot(c.target).shape), None)
     size = evidence.slot(slot).shape[0]
-    slots = [slot, *(s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size)]
-    values = flow.values(slots if found is None else [*slots, found.target])
-    if slot not in values or values[slot].shape[0] < 1:
+    others = [s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size]
+    found = next((c for c in flow.comparisons if c.kind == "class"), None)
+    wanted = [slot, *others[:3], *([found.target] if found is not None else [])]  # a rollout has many inputs
+    values = flow.values(wanted)
+    if slot not in values or not size:
         return None
     value = values[slot]
     known: list[Batch] = evidence.memory["batches"]
     held = known[-1].held if known else count_samples(evidence, slot)
     batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot))
     for other in values.values():
-        if other is not value and other.dim() and other.numel() % len(value) == 0:
-            batch.prints = batch.prints + math.pi * fingerprints(other.reshape(len(value), -1))
+        if other is not value and other.dim() and other.numel() % size == 0:
+            batch.prints = batch.prints + math.pi * fingerprints(other.reshape(size, -1))
     if value.dim() == 1 and not value.is_floating_point():
         batch.ids = value.double().cpu().numpy()
     if found is not None and found.target in values:
-        from_data = not {leaf.index for leaf in evidence.tape.inputs}.isdisjoint(flow.ancestors(found.target))
-        labels = values[found.target]
-        if found.kind == "class" and from_data and labels.numel() == value.shape[0]:
-            batch.labels = labels.reshape(-1).cpu().numpy()
+        data = {leaf.index for leaf in evidence.tape.inputs}  # a contrastive loss counts its labels itself
+        if values[found.target].numel() == size and not data.isdisjoint(flow.ancestors(found.target)):
+            batch.labels = values[found.target].reshape(-1).cpu().numpy()
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
