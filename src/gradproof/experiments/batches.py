@@ -24,6 +24,15 @@ LOOK_AT = 20_000  # rows of the data that are counted
 ENOUGH = 5  # batches before anything is said
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers of a step."""
+
+    print: float
+    shape: tuple[int, ...]
+    line: Line
+
+
 @dataclass
 class Batch:
     """What is remembered of one step's batch."""
@@ -35,7 +44,7 @@ class Batch:
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
-    random: dict[str, tuple[float, Line | None]] = field(default_factory=dict)
+    random: dict[str, Draw] = field(default_factory=dict)
 
 
 def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
@@ -123,34 +132,43 @@ def fingerprints(value: Tensor) -> np.ndarray:
     return torch.nan_to_num(rows @ weights).cpu().numpy()
 
 
-def random_numbers(evidence: Evidence) -> dict[str, tuple[float, Line | None]]:
+def random_numbers(evidence: Evidence) -> dict[str, Draw]:
     """A fingerprint of everything random that the loss of this step depends on, by operation and line."""
-    found: dict[str, tuple[float, Line | None]] = {}
+    found: dict[str, Draw] = {}
     for op in evidence.flow.operations:
         if op.frozen is None or not is_random(op.func, op.args, op.kwargs):
             continue
         for value in op.frozen:
             if isinstance(value, Tensor) and value.numel() >= 16 and op.line is not None:
                 key = f"{op.name} {op.line.file}:{op.line.number} {tuple(value.shape)}"
-                found.setdefault(key, (float(fingerprints(value.reshape(1, -1))[0]), op.line))
+                found.setdefault(
+                    key, Draw(float(fingerprints(value.reshape(1, -1))[0]), tuple(value.shape), op.line)
+                )
     return found
 
 
 def is_the_generator_seeded_anew(batches: list[Batch]) -> Verdict | None:
-    """Random numbers that are bit for bit the same at every step."""
+    """Everything random is bit for bit the same at every step, and with it the batch or the noise of its samples.
+
+    A part that stays the same while the rest changes is a fixed part of the task.
+    """
     recent = batches[-ENOUGH:]
-    for key, (value, line) in recent[-1].random.items():
-        seen = [batch.random[key][0] for batch in recent if key in batch.random]
-        if len(seen) == len(recent) and all(other == value for other in seen) and line is not None:
-            return confirmed(
-                f"{FAMILY}/seeded-every-step",
-                f"{key.split()[0]} at {Path(line.file).name}:{line.number} drew the same numbers at each of "
-                f"{len(seen)} taped steps (the last: {recent[-1].step})",
-                where=place_of_data(_seeding_line(line) or line),
-                fix="seed once before training, not inside the loop",
-                lasting=True,
-            )
-    return None
+    drawn, size = recent[-1].random, len(recent[-1].prints)
+    again = [
+        all(key in b.random and b.random[key].print == d.print for b in recent) for key, d in drawn.items()
+    ]
+    same_batch = all(np.array_equal(np.sort(b.prints), np.sort(recent[-1].prints)) for b in recent)
+    if not drawn or not all(again) or not (same_batch or any(d.shape[0] == size for d in drawn.values())):
+        return None
+    key, draw = next(iter(drawn.items()))
+    return confirmed(
+        f"{FAMILY}/seeded-every-step",
+        f"{key.split()[0]} at {Path(draw.line.file).name}:{draw.line.number} drew the same numbers at each of "
+        f"{len(recent)} taped steps (the last: {recent[-1].step})",
+        where=place_of_data(_seeding_line(draw.line) or draw.line),
+        fix="seed once before training, not inside the loop",
+        lasting=True,
+    )
 
 
 def _seeding_line(line: Line) -> Line | None:
