@@ -41,6 +41,7 @@ class Batch:
     prints: np.ndarray  # one number a sample
     held: int  # different samples in the data that the batch was cut from; 0 when it came whole
     where: str | None
+    alone: bool  # one optimizer: two may well take turns on a batch
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
@@ -84,7 +85,7 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     value = values[slot]
     known: list[Batch] = evidence.memory["batches"]
     held = known[-1].held if known else count_samples(evidence, slot)
-    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot))
+    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot), len(evidence.optimizers) == 1)
     for other in values.values():
         if other is not value and other.dim() and other.numel() % size == 0:
             batch.prints = batch.prints + math.pi * fingerprints(other.reshape(size, -1))
@@ -178,7 +179,7 @@ def _seeding_line(line: Line) -> Line | None:
     except (OSError, UnicodeDecodeError):
         return None
     calls = [(len(row) - len(row.lstrip()), i + 1) for i, row in enumerate(text) if "manual_seed(" in row]
-    return Line(line.file, max(calls)[1], line.function) if calls else None
+    return Line(line.file, max(calls)[1], "<seed>") if calls else None
 
 
 def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
@@ -193,16 +194,19 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
             f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
             where=batches[-1].where,
             fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
+            confidence="likely",
             lasting=True,
         )
     pairs = [(a, b) for a, b in pairwise(batches) if b.step == a.step + 1]
     twice = [b.step for a, b in pairs if tuple(sorted(a.prints)) == tuple(sorted(b.prints))]
-    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs):
+    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs) and batches[-1].alone:
         return confirmed(
             f"{FAMILY}/batches-repeated",
             f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
             where=batches[-1].where,
             fix="give each worker its own seed and its own share of the data",
+            level="warning",  # several steps on one batch may be meant
+            confidence="likely",
             lasting=True,
         )
     return None
