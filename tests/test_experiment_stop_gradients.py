@@ -98,3 +98,15 @@ def test_triplets_and_weight_clipping_are_silent():
                 parameter.clamp_(-1, 1)
 
     assert not verdicts(model, loss, after=clip)
+
+
+def test_divergence_of_two_outputs_of_one_pass_is_silent():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "mean": nn.Linear(4, 2), "spread": nn.Linear(4, 2)})
+    x = torch.randn(6, 4)
+
+    def loss():
+        h = model["body"](x).tanh()
+        mean, spread = model["mean"](h), model["spread"](h)
+        return -0.5 * (1 + spread - mean.pow(2) - spread.exp()).mean()
+
+    assert not verdicts(model, loss)

@@ -44,7 +44,8 @@ def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
         )
         text = f"without gradient, {seen['module']} ({seen['kind']}) runs in train mode and {effect}"
         text += f": at {train} of {train + evaluated} validations"
-        level = "problem" if not evaluated else "warning"
+        # a GAN's generator is often sampled as it trains, on purpose
+        level = "problem" if not evaluated and len(list(tracks(run))) == 1 else "warning"
         where = f"{seen['module']} ({seen['line']})"
         yield Symptom(
             "validates_in_train_mode",

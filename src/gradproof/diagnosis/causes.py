@@ -236,6 +236,14 @@ CAUSES = (
         "the ranks do not train one model",
         "fingerprints of weights and gradients across ranks",
         "wrap the model in DistributedDataParallel, use a DistributedSampler, and leave no_sync before stepping",
+        (
+            (
+                "gradients-not-averaged",
+                "call the DDP-wrapped model (not model.module), and leave no_sync before stepping",
+            ),
+            ("initial-weights", "broadcast rank 0's weights before training, or seed all ranks alike"),
+            ("same-data", "give DistributedSampler this process's rank, and call set_epoch at every epoch"),
+        ),
     ),
     Cause(
         "weights-state-error",

@@ -13,7 +13,6 @@ from typing import Any
 
 from gradproof.experiments.accumulation import do_micro_batches_add_up
 from gradproof.experiments.activation import does_the_output_fit_the_loss
-from gradproof.experiments.activations import are_predictions_stuck, do_units_respond
 from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.batches import do_batches_differ
@@ -21,7 +20,7 @@ from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
-from gradproof.experiments.initialisation import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
@@ -39,6 +38,7 @@ from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 

@@ -105,7 +105,7 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
             numbers,
             f"a factor of {gain:.3g} a {link}",
             where=worst_link(chain, forward),
-            if_troubled=True,
+            if_troubled=not (growth > 10 * GROWS and flow > EXPLODES),  # both at once is no matter of scale
         )
     if flow < DIES or growth < DIES:
         gain = min(x for x in (growth, flow) if x == x) ** (1 / steps)
@@ -114,7 +114,7 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
             numbers,
             f"a factor of {gain:.3g} a {link}",
             where=chain.paths[0] if chain.kind == "time steps" else chain.name,
-            if_troubled=True,
+            if_troubled=chain.kind != "blocks" or not flow < 1e-10,
         )
     return None
 

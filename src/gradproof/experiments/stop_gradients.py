@@ -31,6 +31,7 @@ class Side:
     """One operand of a comparison: the trained layers behind it, and what happens to it after the last of them."""
 
     layers: frozenset[str]
+    passes: frozenset[int]  # the operations in which those layers were used
     after: tuple[Operation, ...]  # operations outside of modules, up to the first inside of one
 
     @property
@@ -102,7 +103,9 @@ def compared_with_itself(evidence: Evidence) -> Verdict | None:
         if evidence.slot(refs[0].slot).shape != evidence.slot(refs[1].slot).shape:
             continue
         first, second = (side_of(evidence, ref.slot) for ref in refs)
-        if not first.layers & second.layers:
+        if not first.layers & second.layers or first.passes & second.passes:
+            continue  # other layers, or two outputs of one pass: nothing is compared with itself
+        if operation.name == "sub" and not is_squared(evidence, operation):
             continue
         if operation.name == "mul" and not is_similarity(evidence, operation):
             continue
@@ -150,6 +153,7 @@ def side_of(evidence: Evidence, slot: int) -> Side:
     """What lies behind an operand, along the ways that carry gradient."""
     trained = set(evidence.tape.stepped)
     layers: set[str] = set()
+    passes: set[int] = set()
     after: list[Operation] = []
     todo, seen = [(slot, True)], set()
     while todo:
@@ -163,8 +167,9 @@ def side_of(evidence: Evidence, slot: int) -> Side:
             after.append(maker)
         if trained & set(maker.reads) and maker.module:
             layers.add(maker.module)
+            passes.add(maker.index)
         todo += [(ref.slot, outside) for ref in references((maker.args, maker.kwargs)) if ref.tracked]
-    return Side(frozenset(layers), tuple(after))
+    return Side(frozenset(layers), frozenset(passes), tuple(after))
 
 
 def mixes(operation: Operation) -> bool:
@@ -211,9 +216,16 @@ def is_regressed(evidence: Evidence, value: int, advantage: Operation) -> bool:
             continue
         if operation.name in COMPARES:
             return True
-        if operation.name in ("sub", "rsub") and any(
-            after.name in ("pow", "square", "mul") and set(operation.makes) & set(after.reads)
-            for after in evidence.forward
-        ):
+        if operation.name in ("sub", "rsub") and is_squared(evidence, operation):
             return True
     return False
+
+
+def is_squared(evidence: Evidence, difference: Operation) -> bool:
+    """Whether what an operation makes goes into a distance."""
+    made = set(difference.makes)
+    distances = ("pow", "square", "abs", "linalg_vector_norm", "norm")
+    return any(
+        made & set(op.reads) and (op.name in distances or (op.name == "mul" and len(set(op.reads)) == 1))
+        for op in evidence.forward
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,14 +37,20 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         settings = {key: group[key] for key in SETTINGS if key in group}
         settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
         groups.append({**settings, "tensors": len(group["params"])})
-    base = optimizer.defaults.get(
-        "lr"
-    )  # as it was given to the constructor, whatever a schedule has made of it
     return {
         "class": type(optimizer).__name__,
         "groups": groups,
-        "base_lr": None if base is None else float(base),
+        "base_lr": base_lr(optimizer),
     }
+
+
+MADE_WITH: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
+
+
+def base_lr(optimizer: torch.optim.Optimizer) -> float | None:
+    """The learning rate that was asked for, whatever a schedule has made of it; None where nobody saw it."""
+    given = [float(group["initial_lr"]) for group in optimizer.param_groups if "initial_lr" in group]
+    return max(given) if given else MADE_WITH.get(optimizer)
 
 
 def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str, Tensor, Tensor, float]]:

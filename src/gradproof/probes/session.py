@@ -114,6 +114,7 @@ class Session:
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
+        optim.MADE_WITH.setdefault(optimizer, float(optim.largest_lr(optimizer)))
         self.names.learn(optim.parameters_of(optimizer))
         self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
 

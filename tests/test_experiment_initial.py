@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.initialisation import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 
 
 def classifier(change=None):

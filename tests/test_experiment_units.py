@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.activations import are_predictions_stuck, do_units_respond
+from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 
 
 class Net(nn.Module):
@@ -53,7 +53,7 @@ def test_predictions_at_the_limit_of_a_clamp():
     found = verdicts(model, are_predictions_stuck, scale=3.0)
     assert (
         ids(found) == {"dead-activation/clamped-output"}
-        and "test_experiment_activations.py" in found[0].where
+        and "test_experiment_units.py" in found[0].where
     )
 
 
