@@ -62,6 +62,16 @@ def test_a_generator_seeded_at_every_step():
     assert not last_verdict(lambda model, n: step(model, n, n)).id
 
 
+def test_a_fixed_part_of_the_task_may_be_drawn_anew():
+    def step(model, n):
+        fixed = torch.randn(5, 5, generator=torch.Generator().manual_seed(7))
+        x = torch.randn(30, 5) @ fixed
+        return F.cross_entropy(model(x), x[:, :3].argmax(1))
+
+    said = last_verdict(step)
+    assert said is None or not said.id
+
+
 def test_data_of_few_kinds_is_no_fault():
     table = torch.randint(0, 2, (600, 5)).float()[:, [0, 0, 0, 1, 1]]
     order = torch.randperm(600)

@@ -59,6 +59,19 @@ def test_time_taken_for_batch():
     assert found == ["axis-or-shape-error/batch-first"]
 
 
+def test_rows_that_may_be_one_series_are_a_warning():
+    class Series(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.GRU(5, 7), nn.Linear(7, 3)
+
+        def forward(self, x):
+            return self.out(self.rnn(x.unsqueeze(1))[0].squeeze(1))
+
+    (found,) = [v for v in are_samples_independent(classify(Series())) if v.id]
+    assert found.level == "warning"
+
+
 @pytest.mark.parametrize("model", [Net(), Net(lambda h: F.normalize(h, dim=1)), Net(lambda h: h.softmax(1))])
 def test_independent_samples_are_excluded(model):
     assert excluded_families(are_samples_independent, classify(model)) == ["axis-or-shape-error"]

@@ -44,5 +44,10 @@ def test_all_pairs_on_purpose():
         q = nn.functional.pad(model(X), (0, 11))
         return (Y.expand(12, 12)[:, None, :] - q[:, :, None]).abs().mean()
 
-    for make_loss in (ranking, quantiles):
+    def distances():
+        z = model(X)
+        squares = z.pow(2).sum(1, keepdim=True)
+        return (squares + squares.squeeze(1) - 2 * z @ z.T).exp().neg().mean()
+
+    for make_loss in (ranking, quantiles, distances):
         assert not confirmed_ids(do_shapes_meet, evidence_of(model, make_loss))

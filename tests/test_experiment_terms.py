@@ -49,6 +49,15 @@ def test_a_generator_that_maximises_the_discriminators_loss():
     assert not confirmed_ids(is_the_loss_the_right_way_up, evidence)
 
 
+def test_an_adversary_beside_the_loss_is_a_warning():
+    model = nn.Linear(5, 6)
+    evidence = evidence_of(
+        model, lambda: F.cross_entropy(model(X)[:, :3], CLASS) - 0.1 * F.mse_loss(model(X)[:, 3:], Y)
+    )
+    (said,) = [v for v in is_the_loss_the_right_way_up(evidence) if v.id]
+    assert said.level == "warning"
+
+
 def test_policy_gradient():
     model, weight = nn.Linear(5, 3), torch.randn(20)
 

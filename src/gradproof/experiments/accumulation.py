@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.terms import take_apart
 
@@ -23,15 +23,13 @@ def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
     if not terms or not all(term.mean for term in terms):
         return
     divided = [abs(math.prod(term.factors)) for term in terms]
-    if all(0.5 < share * len(calls) < 2 for share in divided):
-        yield excluded(FAMILY, f"each of {len(calls)} micro-batches counts {divided[0]:.3g} of the step")
-    elif all(share > 0.99 for share in divided):
+    if all(share > 0.99 for share in divided):
         shorter = evidence.loss_at(evidence.moved(1 / len(calls)))
         whole = evidence.loss_at(evidence.moved(1.0))
         harmful = type(evidence.optimizers[0]).__name__ not in ADAPTIVE and not whole <= shorter
         yield confirmed(
             f"{FAMILY}/not-divided",
-            f"{len(calls)} backwards a step add up means that nothing divides by {len(calls)}: "
+            f"{len(calls)} backwards a step add up their means, and nothing divides by {len(calls)}: "
             f"the gradient is {len(calls)} times that of the whole batch",
             f"the loss of this batch after the step {whole:.4g}, after a step {len(calls)} times shorter {shorter:.4g}",
             where=place_of("", terms[0].operation.line),

@@ -24,6 +24,15 @@ LOOK_AT = 20_000  # rows of the data that are counted
 ENOUGH = 5  # batches before anything is said
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers of a step."""
+
+    print: float
+    shape: tuple[int, ...]
+    line: Line
+
+
 @dataclass
 class Batch:
     """What is remembered of one step's batch."""
@@ -32,10 +41,11 @@ class Batch:
     prints: np.ndarray  # one number a sample
     held: int  # different samples in the data that the batch was cut from; 0 when it came whole
     where: str | None
+    alone: bool  # one optimizer: two may well take turns on a batch
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
-    random: dict[str, tuple[float, Line | None]] = field(default_factory=dict)
+    random: dict[str, Draw] = field(default_factory=dict)
 
 
 def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
@@ -65,26 +75,26 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     if not flow.inputs:
         return None
     slot = max(flow.inputs, key=lambda s: math.prod(evidence.slot(s).shape))
-    found = next((c for c in flow.comparisons if evidence.slot(c.target).shape), None)
     size = evidence.slot(slot).shape[0]
-    slots = [slot, *(s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size)]
-    values = flow.values(slots if found is None else [*slots, found.target])
-    if slot not in values or values[slot].shape[0] < 1:
+    others = [s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size]
+    found = next((c for c in flow.comparisons if c.kind == "class"), None)
+    wanted = [slot, *others[:3], *([found.target] if found is not None else [])]  # a rollout has many inputs
+    values = flow.values(wanted)
+    if slot not in values or not size:
         return None
     value = values[slot]
     known: list[Batch] = evidence.memory["batches"]
     held = known[-1].held if known else count_samples(evidence, slot)
-    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot))
+    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot), len(evidence.optimizers) == 1)
     for other in values.values():
-        if other is not value and other.dim() and other.numel() % len(value) == 0:
-            batch.prints = batch.prints + math.pi * fingerprints(other.reshape(len(value), -1))
+        if other is not value and other.dim() and other.numel() % size == 0:
+            batch.prints = batch.prints + math.pi * fingerprints(other.reshape(size, -1))
     if value.dim() == 1 and not value.is_floating_point():
         batch.ids = value.double().cpu().numpy()
     if found is not None and found.target in values:
-        from_data = not {leaf.index for leaf in evidence.tape.inputs}.isdisjoint(flow.ancestors(found.target))
-        labels = values[found.target]
-        if found.kind == "class" and from_data and labels.numel() == value.shape[0]:
-            batch.labels = labels.reshape(-1).cpu().numpy()
+        data = {leaf.index for leaf in evidence.tape.inputs}  # a contrastive loss counts its labels itself
+        if values[found.target].numel() == size and not data.isdisjoint(flow.ancestors(found.target)):
+            batch.labels = values[found.target].reshape(-1).cpu().numpy()
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
@@ -123,34 +133,43 @@ def fingerprints(value: Tensor) -> np.ndarray:
     return torch.nan_to_num(rows @ weights).cpu().numpy()
 
 
-def random_numbers(evidence: Evidence) -> dict[str, tuple[float, Line | None]]:
+def random_numbers(evidence: Evidence) -> dict[str, Draw]:
     """A fingerprint of everything random that the loss of this step depends on, by operation and line."""
-    found: dict[str, tuple[float, Line | None]] = {}
+    found: dict[str, Draw] = {}
     for op in evidence.flow.operations:
         if op.frozen is None or not is_random(op.func, op.args, op.kwargs):
             continue
         for value in op.frozen:
             if isinstance(value, Tensor) and value.numel() >= 16 and op.line is not None:
                 key = f"{op.name} {op.line.file}:{op.line.number} {tuple(value.shape)}"
-                found.setdefault(key, (float(fingerprints(value.reshape(1, -1))[0]), op.line))
+                found.setdefault(
+                    key, Draw(float(fingerprints(value.reshape(1, -1))[0]), tuple(value.shape), op.line)
+                )
     return found
 
 
 def is_the_generator_seeded_anew(batches: list[Batch]) -> Verdict | None:
-    """Random numbers that are bit for bit the same at every step."""
+    """Everything random is bit for bit the same at every step, and with it the batch or the noise of its samples.
+
+    A part that stays the same while the rest changes is a fixed part of the task.
+    """
     recent = batches[-ENOUGH:]
-    for key, (value, line) in recent[-1].random.items():
-        seen = [batch.random[key][0] for batch in recent if key in batch.random]
-        if len(seen) == len(recent) and all(other == value for other in seen) and line is not None:
-            return confirmed(
-                f"{FAMILY}/seeded-every-step",
-                f"{key.split()[0]} at {Path(line.file).name}:{line.number} drew the same numbers at each of "
-                f"{len(seen)} taped steps (the last: {recent[-1].step})",
-                where=place_of_data(_seeding_line(line) or line),
-                fix="seed once before training, not inside the loop",
-                lasting=True,
-            )
-    return None
+    drawn, size = recent[-1].random, len(recent[-1].prints)
+    again = [
+        all(key in b.random and b.random[key].print == d.print for b in recent) for key, d in drawn.items()
+    ]
+    same_batch = all(np.array_equal(np.sort(b.prints), np.sort(recent[-1].prints)) for b in recent)
+    if not drawn or not all(again) or not (same_batch or any(d.shape[0] == size for d in drawn.values())):
+        return None
+    key, draw = next(iter(drawn.items()))
+    return confirmed(
+        f"{FAMILY}/seeded-every-step",
+        f"{key.split()[0]} at {Path(draw.line.file).name}:{draw.line.number} drew the same numbers at each of "
+        f"{len(recent)} taped steps (the last: {recent[-1].step})",
+        where=place_of_data(_seeding_line(draw.line) or draw.line),
+        fix="seed once before training, not inside the loop",
+        lasting=True,
+    )
 
 
 def _seeding_line(line: Line) -> Line | None:
@@ -160,7 +179,7 @@ def _seeding_line(line: Line) -> Line | None:
     except (OSError, UnicodeDecodeError):
         return None
     calls = [(len(row) - len(row.lstrip()), i + 1) for i, row in enumerate(text) if "manual_seed(" in row]
-    return Line(line.file, max(calls)[1], line.function) if calls else None
+    return Line(line.file, max(calls)[1], "<seed>") if calls else None
 
 
 def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
@@ -175,16 +194,19 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
             f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
             where=batches[-1].where,
             fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
+            confidence="likely",
             lasting=True,
         )
     pairs = [(a, b) for a, b in pairwise(batches) if b.step == a.step + 1]
     twice = [b.step for a, b in pairs if tuple(sorted(a.prints)) == tuple(sorted(b.prints))]
-    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs):
+    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs) and batches[-1].alone:
         return confirmed(
             f"{FAMILY}/batches-repeated",
             f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
             where=batches[-1].where,
             fix="give each worker its own seed and its own share of the data",
+            level="warning",  # several steps on one batch may be meant
+            confidence="likely",
             lasting=True,
         )
     return None

@@ -42,19 +42,35 @@ class Flow:
     def __init__(self, tape: Tape, forward: list[Operation]) -> None:
         self.tape = tape
         self.forward = forward
+        self._reads: dict[int, list[int]] = {}
+        self._makes: dict[int, list[int]] = {}
+
+    # the slots an operation names are looked for in its arguments: once is enough
+    def reads(self, op: Operation) -> list[int]:
+        if op.index not in self._reads:
+            self._reads[op.index] = op.reads
+        return self._reads[op.index]
+
+    def makes(self, op: Operation) -> list[int]:
+        if op.index not in self._makes:
+            self._makes[op.index] = op.makes
+        return self._makes[op.index]
+
+    def touches(self, op: Operation) -> list[int]:
+        return [*self.makes(op), *op.writes] if op.writes else self.makes(op)
 
     @cached_property
     def towards_loss(self) -> set[int]:
         found = set(self.tape.loss_slots)
         for operation in reversed(self.forward):
-            if not found.isdisjoint((*operation.makes, *operation.writes)):
-                found.update(operation.reads)
+            if not found.isdisjoint(self.touches(operation)):
+                found.update(self.reads(operation))
         return found
 
     @cached_property
     def operations(self) -> list[Operation]:
         """Those that lead to the loss."""
-        return [op for op in self.forward if not self.towards_loss.isdisjoint((*op.makes, *op.writes))]
+        return [op for op in self.forward if not self.towards_loss.isdisjoint(self.touches(op))]
 
     @cached_property
     def tracked(self) -> set[int]:
@@ -67,9 +83,9 @@ class Flow:
         """Parameters and what is made of nothing but parameters."""
         found = {slot.index for slot in self.tape.parameters}
         for operation in self.forward:
-            reads = operation.reads
+            reads = self.reads(operation)
             if reads and found.issuperset(reads):
-                found.update(operation.makes)
+                found.update(self.makes(operation))
         return found
 
     @cached_property
@@ -79,8 +95,8 @@ class Flow:
         return [
             op
             for op in self.operations
-            if any(s in self.weights and _size(slots[s].shape) > 1 for s in op.reads)
-            and not self.weights.issuperset(op.reads)
+            if any(s in self.weights and _size(slots[s].shape) > 1 for s in self.reads(op))
+            and not self.weights.issuperset(self.reads(op))
         ]
 
     @cached_property
@@ -89,8 +105,8 @@ class Flow:
         layers = {op.index for op in self.layers}
         found: set[int] = set()
         for op in reversed(self.operations):
-            if op.index in layers or not found.isdisjoint((*op.makes, *op.writes)):
-                found.update(op.reads)
+            if op.index in layers or not found.isdisjoint(self.touches(op)):
+                found.update(self.reads(op))
         return found
 
     @cached_property
@@ -106,7 +122,9 @@ class Flow:
             if not any(other.first <= call.first and call.last <= other.last for other in outer):
                 outer.append(call)
         given = [slot for call in outer for slot in call.inputs]
-        given = given if not self.body.isdisjoint(given) else [s for op in self.layers for s in op.reads]
+        given = (
+            given if not self.body.isdisjoint(given) else [s for op in self.layers for s in self.reads(op)]
+        )
         inner = self.tracked | self.weights
         return [
             s for s in dict.fromkeys(given) if s in self.body and s not in inner and self.tape.slots[s].shape
@@ -119,8 +137,8 @@ class Flow:
     @cached_property
     def picks(self) -> list[Operation]:
         """Where a loss by hand takes the entry of the right class: gather, or scores[rows, labels]."""
-        ops = [op for op in self.operations if op.name in ("gather", "index") and op.makes]
-        return [op for op in ops if op.reads[0] in self.tail and op.makes[0] in self.tail]
+        ops = [op for op in self.operations if op.name in ("gather", "index") and self.makes(op)]
+        return [op for op in ops if self.reads(op)[0] in self.tail and self.makes(op)[0] in self.tail]
 
     def _comparison(self, op: Operation) -> Comparison | None:
         pair = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
@@ -174,8 +192,8 @@ class Flow:
         """Every slot a slot was made from, itself included."""
         found = {slot}
         for op in reversed(self.forward):
-            if not found.isdisjoint((*op.makes, *op.writes)):
-                found.update(op.reads)
+            if not found.isdisjoint(self.touches(op)):
+                found.update(self.reads(op))
         return found
 
     def written_until(self, slot: int) -> int | None:
@@ -184,7 +202,7 @@ class Flow:
         for op in self.forward:
             if any(self.tape.slots[s].storage == storage for s in op.writes):
                 last = op.index
-            elif slot in op.reads and op.name not in ALIASES:
+            elif slot in self.reads(op) and op.name not in ALIASES:
                 break
         return last
 
@@ -222,15 +240,17 @@ class Flow:
         chosen = []
         for op in reversed(self.forward):
             writes = any(op.index <= storages.get(self.tape.slots[slot].storage, -1) for slot in op.writes)
-            if writes or not needed.isdisjoint(op.makes):
+            if writes or not needed.isdisjoint(self.makes(op)):
                 chosen.append(op)
-                needed.update(op.reads)
-                for slot in op.reads:
+                needed.update(self.reads(op))
+                for slot in self.reads(op):
                     storages.setdefault(self.tape.slots[slot].storage, op.index)
         found: dict[int, Tensor] = {}
 
         def hold(player: Player, op: Operation) -> None:
-            found.update({slot: player.env[slot] for slot in op.makes if slot in ends and slot in player.env})
+            found.update(
+                {slot: player.env[slot] for slot in self.makes(op) if slot in ends and slot in player.env}
+            )
 
         player = self.play(chosen[::-1], leaves, keep=wanted, after=hold)
         return {**player.replay.values, **found}

@@ -53,6 +53,7 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
             f"changing token {position} changes its own prediction by {most:.2g} and no later one at all: "
             "each token is alone",
             where=place_of(where.module, where.line) if where else None,
+            confidence="likely",
             lasting=True,
         )
 

@@ -11,7 +11,7 @@ from gradproof.experiments.flow import VIEWS, Flow
 from gradproof.experiments.grids import find_grids
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.spread import Confined, find_first_spread, has_changed
-from gradproof.tape.operations import Operation
+from gradproof.tape.operations import ModuleCall, Operation
 
 FAMILY = "axis-or-shape-error"
 BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "batch_norm_update_stats")
@@ -57,7 +57,8 @@ def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def verdict_on(evidence: Evidence, op: Operation, count: int) -> Iterator[Verdict]:
-    kind = next((call.kind for call in evidence.tape.modules if (call.path or call.kind) == op.module), "")
+    call = next((call for call in evidence.tape.modules if (call.path or call.kind) == op.module), None)
+    kind = call.kind if call is not None else ""
     line = f"changing one of {count} samples changes the predictions for the others, first through {op.name}"
     if kind in RECURRENT or kind in ATTENTION or "rnn" in op.name or "lstm" in op.name:
         yield confirmed(
@@ -66,6 +67,8 @@ def verdict_on(evidence: Evidence, op: Operation, count: int) -> Iterator[Verdic
             f"{kind or op.name} takes the axis of the batch for that of time",
             where=place_of(op.module, op.line),
             fix="pass batch_first=True, or transpose batch and time before and after",
+            level="warning" if is_one_sequence(evidence, call) else "problem",
+            confidence="likely" if is_one_sequence(evidence, call) else "proven",
             lasting=True,
         )
         return
@@ -80,6 +83,12 @@ def verdict_on(evidence: Evidence, op: Operation, count: int) -> Iterator[Verdic
             fix="name the axis of the features or classes (dim=-1 or dim=1), not that of the batch",
             lasting=True,
         )
+
+
+def is_one_sequence(evidence: Evidence, call: ModuleCall | None) -> bool:
+    """Whether a recurrence is given no batch, or a batch of one: its rows may well be one series."""
+    shape = evidence.slot(call.inputs[0]).shape if call is not None and call.inputs else ()
+    return len(shape) == 2 or 1 in shape[:2]
 
 
 def _reduction_behind(flow: Flow, op: Operation) -> Operation | None:

@@ -9,7 +9,7 @@ from gradproof.experiments.flow import Flow, squeezed
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation, Ref
 
-PAIRWISE = {"sub", "rsub", "mul", "div", "add"}
+PAIRWISE = {"sub", "rsub", "mul"}
 
 
 def do_shapes_meet(evidence: Evidence) -> Iterator[Verdict]:
@@ -55,6 +55,5 @@ def _crossed(flow: Flow, op: Operation) -> tuple[tuple[int, ...], tuple[int, ...
     made = flow.tape.slots[refs[0] if named else op.makes[0]].shape
     if squeezed(made) != (count, count):
         return None
-    both = all(slot in flow.tracked for slot in refs)
-    meant = any((maker := flow.maker(slot)) is not None and maker.name == "unsqueeze" for slot in slots)
-    return None if both and meant else (first, second)
+    both = all(slot in flow.tracked for slot in refs)  # two predictions: all pairs of them may be meant
+    return None if both else (first, second)

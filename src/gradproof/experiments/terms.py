@@ -30,19 +30,21 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     gradients = differentiate(evidence.tape, gradients_at=slots).slot_gradients
     up = -1.0 if any(group.get("maximize") for o in evidence.optimizers for group in o.param_groups) else 1.0
     averaged = {index for root in evidence.tape.loss_slots for index in plain_differences(flow, root)}
-    right = None
+    cosines = {}
     for comparison in flow.comparisons:
         gradient = gradients.get(comparison.prediction)
         plain = comparison.operation.name in KINDS or comparison.operation.index in averaged
         cosine = towards_target(flow, comparison, up * gradient) if gradient is not None and plain else None
-        if cosine is not None and cosine < OPPOSITE:
-            yield wrong_way(comparison.operation, "prediction from its target", cosine)
-            return
-        right = cosine if cosine is not None and cosine > 0.5 else right
+        if cosine is not None:
+            cosines[cosine] = comparison.operation
+    if cosines and min(cosines) < OPPOSITE:
+        against = max(cosines) > 0.5  # beside a loss that is minimised: an adversary's may be meant so
+        yield wrong_way(cosines[min(cosines)], "prediction from its target", min(cosines), against)
+        return
     for op in picks:
         gradient = gradients.get(op.makes[0])
         if gradient is not None and float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
-            yield wrong_way(op, "log-probability away from the right class", -1.0)
+            yield wrong_way(op, "log-probability away from the right class", -1.0, False)
             return
     for made, weight, op in policies:
         found = flow.values([weight]).get(weight)
@@ -59,8 +61,10 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
                 lasting=True,
             )
             return
-    if right is not None:
-        yield excluded(FAMILY, f"down the gradient, predictions go to their targets (cosine {right:.2f})")
+    if cosines and min(cosines) > 0.5:
+        yield excluded(
+            FAMILY, f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})"
+        )
 
 
 def plain_differences(flow: Flow, root: int) -> Iterator[int]:
@@ -75,13 +79,15 @@ def plain_differences(flow: Flow, root: int) -> Iterator[int]:
             yield maker.index
 
 
-def wrong_way(op: Operation, what: str, cosine: float) -> Verdict:
+def wrong_way(op: Operation, what: str, cosine: float, against_another: bool) -> Verdict:
     return confirmed(
         f"{FAMILY}/sign",
         f"a step down the gradient takes each {what} (cosine {cosine:.3f} with the way to it): "
         "the loss is minimised with a minus sign",
         where=place_of("", op.line),
         fix="remove the minus sign in front of the loss, or pass maximize=True",
+        level="warning" if against_another else "problem",
+        confidence="likely" if against_another else "proven",
         lasting=True,
     )
 
