@@ -23,6 +23,11 @@ def facts(run: Run, name: str) -> Any:
     return run.info.get("facts", {}).get(name)
 
 
+def line_of(run: Run, what: str) -> str | None:
+    """Where the script clears, clips or schedules, as file.py:line."""
+    return (facts(run, "lines") or {}).get(what) or None
+
+
 def trains_well(run: Run) -> bool:
     """The loss falls in every track that is long enough to say so."""
     found = [t for track in tracks(run) if (t := trend(track.loss)) is not None]
@@ -114,20 +119,25 @@ def clip_misses(run: Run) -> Iterator[Symptom]:
         if share < 0.5:
             text = f"the clip is given {clip['given']} of the {clip['stepped']} tensors that the steps after it change"
             level = "problem" if share == 0 else "warning"
-            yield Symptom("clip_misses", level, text, 0, None, ("grad-clip-misuse/wrong-parameters",))
+            yield Symptom(
+                "clip_misses", level, text, 0, line_of(run, "clip"), ("grad-clip-misuse/wrong-parameters",)
+            )
     tensors = len([p for p in run.info.get("parameters", []) if p.get("gradient")])
     counts = [order.count("c") for order in run.steps["order"]]
     if tensors >= 3 and len(counts) >= 5 and float(np.median(counts)) >= max(3, 0.8 * tensors):
         text = f"clip_grad_norm_ is called {int(np.median(counts))} times a step, once a tensor: that turns the step"
         level = "warning" if trains_well(run) else "problem"
-        yield Symptom("clip_per_tensor", level, text, 0, None, ("grad-clip-misuse/per-tensor",))
+        yield Symptom(
+            "clip_per_tensor", level, text, 0, line_of(run, "clip"), ("grad-clip-misuse/per-tensor",)
+        )
 
 
 def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
     """A limit so far below the gradient that, without an optimizer that rescales, it divides the learning rate."""
     before, limit = run.steps["norm_before_clip"], run.steps["clip_limit"]
     known = (before > 0) & np.isfinite(before) & (limit > 0)
-    if known.sum() < 20 or any(o["class"] in ADAMS for o in run.info.get("optimizers", [])):
+    kinds = {o.get("class") for o in run.info.get("optimizers", [])}
+    if known.sum() < 20 or kinds != {"SGD"}:
         return
     kept = float(np.median(limit[known] / before[known]))
     if float(np.mean(before[known] > limit[known])) < 0.95 or kept > 0.05:
@@ -140,7 +150,9 @@ def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
         f"limit {np.median(limit[known]):.3g}): it sets the step, as a {1 / kept:.0f} times smaller learning rate would"
     )
     level = "problem" if too_short else "warning"
-    yield Symptom("clip_sets_the_step", level, text, None, None, ("grad-clip-misuse/limit-too-small",))
+    yield Symptom(
+        "clip_sets_the_step", level, text, None, line_of(run, "clip"), ("grad-clip-misuse/limit-too-small",)
+    )
 
 
 def schedule(run: Run) -> Iterator[Symptom]:
@@ -156,7 +168,7 @@ def schedule(run: Run) -> Iterator[Symptom]:
         if found:
             id, level, text, step = found
             label = f"{track.label}: " if track.label else ""
-            yield Symptom(id.partition("/")[2], level, label + text, step, None, (id,))
+            yield Symptom(id.partition("/")[2], level, label + text, step, line_of(run, "scheduler"), (id,))
 
 
 def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
@@ -212,11 +224,17 @@ def optimizer_settings(run: Run) -> Iterator[Symptom]:
     for index, optimizer in enumerate(run.info.get("optimizers", [])):
         lr_seen = run.steps["lr"][np.nan_to_num(run.steps["optimizer"]) == index]
         peak = float(np.nanmax(lr_seen)) if np.isfinite(lr_seen).any() else 0.0
-        for number, group in enumerate(optimizer["groups"]):
-            label = f"{optimizer['class']}" + (f", group {number}" if len(optimizer["groups"]) > 1 else "")
-            lr = max(float(group.get("lr", 0.0)), peak if len(optimizer["groups"]) == 1 else 0.0)
-            for id, level, text in settings_of(optimizer["class"], {**group, "lr": lr}, len(run), well):
-                yield Symptom("optimizer_settings", level, f"{label}: {text}", 0, None, (id,))
+        for number, group in enumerate(optimizer.get("groups", ())):
+            label = f"{optimizer.get('class', '')}" + (
+                f", group {number}" if len(optimizer.get("groups", ())) > 1 else ""
+            )
+            lr = max(float(group.get("lr", 0.0)), peak if len(optimizer.get("groups", ())) == 1 else 0.0)
+            for id, level, text in settings_of(
+                optimizer.get("class", ""), {**group, "lr": lr}, len(run), well
+            ):
+                yield Symptom(
+                    "optimizer_settings", level, f"{label}: {text}", 0, optimizer.get("line") or None, (id,)
+                )
 
 
 def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tuple[str, str, str]]:
@@ -254,7 +272,7 @@ def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tupl
 
 
 def _momentum(run: Run) -> bool:
-    return any(group.get("momentum") for o in run.info.get("optimizers", []) for group in o["groups"])
+    return any(group.get("momentum") for o in run.info.get("optimizers", []) for group in o.get("groups", ()))
 
 
 BOOKKEEPING = (
