@@ -164,14 +164,14 @@ def schedule(run: Run) -> Iterator[Symptom]:
             continue
         number = int(np.nan_to_num(run.steps["optimizer"][track.rows[0]]))
         base = bases[number] if number < len(bases) else None
-        found = died_early(run, track, lr) or swings(track, lr) or never_arrives(lr, base)
+        found = died_early(run, track, lr) or swings(lr) or never_arrives(lr, base)
         if found:
-            id, level, text, step = found
+            id, level, text = found
             label = f"{track.label}: " if track.label else ""
-            yield Symptom(id.partition("/")[2], level, label + text, step, line_of(run, "scheduler"), (id,))
+            yield Symptom(id.partition("/")[2], level, label + text, 0, line_of(run, "scheduler"), (id,))
 
 
-def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
+def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str] | None:
     """Next to nothing of its peak for two fifths of the run, and not coming back."""
     for share, level in ((1e-3, "problem"), (1e-2, "warning")):
         alive = np.flatnonzero(lr >= share * lr.max())
@@ -183,11 +183,11 @@ def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, i
         text = f"the learning rate falls from {lr.max():.2g} to under {low:.2g} by step {first} of {len(lr)}"
         if called > 0.9:
             text += ", with scheduler.step() at every batch: was it meant once an epoch?"
-        return "lr-schedule-error/dies-early", level, text, int(track.steps[first])
+        return "lr-schedule-error/dies-early", level, text
     return None
 
 
-def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str, int] | None:
+def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str] | None:
     """The learning rate that the optimizer was given is never nearly reached."""
     if not base or lr.max() > 0.2 * base:
         return None
@@ -196,16 +196,16 @@ def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str, in
         text = (
             f"warmup never ends: the learning rate rises all through the run, to {lr.max():.2g} of {base:.2g}"
         )
-        return "lr-schedule-error/warmup-never-ends", "problem", text, len(lr) - 1
+        return "lr-schedule-error/warmup-never-ends", "problem", text
     text = (
         f"the schedule keeps the learning rate at {lr.max():.2g} at most; the optimizer was given {base:.2g}"
     )
     if math.isclose(lr.max(), base * base, rel_tol=0.05):
         text += ", and the schedule multiplies with it once more"
-    return "lr-schedule-error/multiplied", "problem", text, int(np.argmax(lr))
+    return "lr-schedule-error/multiplied", "problem", text
 
 
-def swings(track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
+def swings(lr: np.ndarray) -> tuple[str, str, str] | None:
     """Down and up again, many times, within a few steps each."""
     moves = np.diff(lr)
     moves = moves[np.abs(moves) > 1e-6 * lr.max()]
@@ -215,7 +215,7 @@ def swings(track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
         return None
     text = f"the learning rate falls and rises again {turns} times, every {period:.0f} steps"
     level = "problem" if period <= 12 else "warning"
-    return "lr-schedule-error/cycles-too-fast", level, text, int(track.steps[0])
+    return "lr-schedule-error/cycles-too-fast", level, text
 
 
 def optimizer_settings(run: Run) -> Iterator[Symptom]:
