@@ -8,26 +8,36 @@ that no hot path waits for the device; that a CUDA graph can hold it. On a CPU: 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 import torch
+from measure import (
+    RESULTS,
+    copy_rate,
+    cpu_ms,
+    extra_memory,
+    forward_backward,
+    gpu_ms,
+    graph_ms,
+    render_table,
+    seconds_left,
+    section,
+)
+from peers import ce_peers, linear_peers, separate_operators
 from torch import Tensor
 
 from gradproof.kernels.cross_entropy import cross_entropy
 from gradproof.kernels.linear_cross_entropy import linear_cross_entropy
 from gradproof.kernels.loss_options import LossOptions
 from gradproof.kernels.reference import reference_loss_and_gradient
-from gradproof.kernels.tensor_stats import COLUMNS, LIMITS, look_closely, tensor_stats
+from gradproof.kernels.tensor_stats import COLUMNS, look_closely, tensor_stats
 
 CE_SHAPES = [
     (dtype, n, v)
@@ -35,69 +45,6 @@ CE_SHAPES = [
     for n, v in ((8192, 32000), (8192, 50257), (8192, 128256), (4096, 262144))
 ]
 LINEAR_SHAPES = [(8192, 768, 50257), (8192, 4096, 128256), (4096, 2304, 256000)]
-RESULTS: dict = {}
-START = time.monotonic()
-
-
-def seconds_left(budget: float) -> float:
-    return budget - (time.monotonic() - START)
-
-
-def section(name: str, function, *args):
-    """Run one part; keep its result or its error, and write everything down."""
-    begin = time.monotonic()
-    try:
-        result = function(*args)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"[:2000], "where": traceback.format_exc()[-1500:]}
-        torch.cuda.empty_cache() if torch.cuda.is_available() else None
-    RESULTS[name] = result
-    took = time.monotonic() - begin
-    said = json.dumps(result)[: 9500 if name == "tests" else 1800]
-    print(f"[{time.monotonic() - START:5.0f} s, {took:4.0f}] {name}: {said}")
-    sys.stdout.flush()
-    if "out" in RESULTS:
-        Path(RESULTS["out"], "kernels.json").write_text(json.dumps(RESULTS, indent=1))
-    return result
-
-
-# ---- timing
-
-
-def gpu_ms(function, repetitions: int = 10, warm: int = 3) -> float:
-    """Median milliseconds between two events around the call."""
-    for _ in range(warm):
-        function()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repetitions):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        times.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(b.elapsed_time(e) for b, e in times)
-
-
-def cpu_ms(function, repetitions: int = 5) -> float:
-    """Least milliseconds of CPU time."""
-    function()
-    times = []
-    for _ in range(repetitions):
-        begin = time.process_time()
-        function()
-        times.append(time.process_time() - begin)
-    return 1e3 * min(times)
-
-
-def copy_rate() -> dict:
-    """GB/s, bytes read plus bytes written, of a copy of 4 GiB."""
-    x = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
-    y = torch.empty_like(x)
-    ms = gpu_ms(lambda: y.copy_(x), 20)
-    return {"GB/s": 2 * x.numel() * 4 / ms / 1e6}
-
 
 # ---- cross-entropy
 
@@ -110,40 +57,6 @@ def ce_inputs(dtype: torch.dtype, n: int, v: int) -> tuple[Tensor, Tensor]:
     targets = torch.randint(0, v, (n,), generator=g, device="cuda")
     targets[::17] = -100
     return logits.requires_grad_(), targets
-
-
-def forward_backward(loss, x: Tensor, *others):
-    def step():
-        x.grad = None
-        for other in others:
-            if isinstance(other, Tensor):
-                other.grad = None
-        loss().backward()
-
-    return step
-
-
-def ce_peers(x: Tensor, y: Tensor) -> dict:
-    """name -> a function that returns the mean loss."""
-
-    def plain(logits, targets):
-        return torch.nn.functional.cross_entropy(logits.float(), targets)
-
-    compiled = torch.compile(plain, dynamic=False)
-    peers = {"eager": lambda: plain(x, y), "compile": lambda: compiled(x, y)}
-    try:
-        from quack.cross_entropy import cross_entropy as quack_ce
-
-        peers["quack"] = lambda: quack_ce(x, y, ignore_index=-100, reduction="mean")
-    except ImportError:
-        pass
-    try:
-        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-        peers["liger"] = lambda: LigerCrossEntropyFunction.apply(x, y)[0]  # last: it overwrites its input
-    except ImportError:
-        pass
-    return peers
 
 
 def launches(dtype: torch.dtype) -> list:
@@ -242,12 +155,14 @@ def ce_table(dtype: torch.dtype, n: int, v: int) -> dict:
     limit = 2 * x.numel() * x.element_size() / RESULTS["copy rate"]["GB/s"] / 1e6
     row = {"limit": limit, "gradproof": gpu_ms(forward_backward(lambda: cross_entropy(x, y), x))}
     row["gradproof in place"] = in_place_ms(x, y)
+    row["gradproof in a graph"] = graph_ms(forward_backward(lambda: cross_entropy(x, y), x))
     for name, loss in ce_peers(x, y).items():
         try:
             row[name] = gpu_ms(forward_backward(loss, x), 6, 2)
         except Exception as error:
             row[name] = f"{type(error).__name__}: {error}"[:200]
     row["share of copy rate"] = limit / row["gradproof"]
+    row["share of copy rate in a graph"] = limit / row["gradproof in a graph"]
     peers = [row[p] for p in ("eager", "compile", "liger") if isinstance(row.get(p), float)]
     row["times the fastest peer"] = min(peers) / row["gradproof"]
     return row
@@ -275,38 +190,6 @@ def three_products(hidden: Tensor, weight: Tensor) -> float:
         torch.mm(logits.mT, h, out=dw)
 
     return gpu_ms(products)
-
-
-def extra_memory(step, kept: int) -> float:
-    """GB at the peak of a step beyond what was there before and the gradients that stay."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before - kept) / 1e9
-
-
-def linear_peers(h: Tensor, w: Tensor, y: Tensor) -> dict:
-    def plain(h, w, y):
-        return torch.nn.functional.cross_entropy((h @ w.mT).float(), y)
-
-    peers = {"eager": lambda: plain(h, w, y)}
-    compiled = torch.compile(plain, dynamic=False)
-    peers["compile"] = lambda: compiled(h, w, y)
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        peers["liger"] = lambda: LigerFusedLinearCrossEntropyFunction.apply(h, w, y)[0]
-    except ImportError:
-        pass
-    try:
-        from cut_cross_entropy import linear_cross_entropy as cce
-
-        peers["cce"] = lambda: cce(h, w, y)
-    except ImportError:
-        pass
-    return peers
 
 
 def linear_table(n: int, d: int, v: int) -> dict:
@@ -392,29 +275,6 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(50257, d), (1024, d), *12 * block, (d,), (d,)]
 
 
-def separate_operators(tensors: list[Tensor]) -> Tensor:
-    """The same statistics, one torch operator after the other."""
-    rows = []
-    for x in tensors:
-        size = x.abs()
-        tiny = torch.finfo(x.dtype).tiny
-        row = [
-            torch.full((), float(x.numel()), device=x.device),
-            x.isnan().sum(),
-            x.isinf().sum(),
-            (x == 0).sum(),
-            ((size < tiny) & (x != 0)).sum(),
-            x.min(),
-            x.max(),
-            size.max(),
-            x.sum(dtype=torch.float64),
-            (x * x).sum(dtype=torch.float64),
-            *((size > limit).sum() for limit in LIMITS),
-        ]
-        rows.append(torch.stack([number.double() for number in row]))
-    return torch.stack(rows)
-
-
 def stats_table(device: str) -> dict:
     g = torch.Generator(device).manual_seed(0)
     measure = gpu_ms if device == "cuda" else cpu_ms
@@ -433,6 +293,8 @@ def stats_table(device: str) -> dict:
         if device == "cuda":
             row["limit"] = read / RESULTS["copy rate"]["GB/s"] / 1e6
             row["share of copy rate"] = row["limit"] / row["gradproof"]
+            row["gradproof in a graph"] = graph_ms(lambda t=tensors: tensor_stats(t))
+            row["share of copy rate in a graph"] = row["limit"] / row["gradproof in a graph"]
             row.update(stats_sweep(tensors))
         found, exact = tensor_stats(tensors), torch.cat([look_closely(x.reshape(1, -1)) for x in tensors])
         error = (found - exact).abs() / exact.abs().clamp_min(1e-300)
@@ -448,7 +310,7 @@ def stats_sweep(tensors: list[Tensor]) -> dict:
     ways = ((8192, 1024, 8), (16384, 1024, 8), (16384, 512, 4), (16384, 1024, 4), (16384, 2048, 8))
     ways += ((32768, 1024, 8), (32768, 2048, 8), (32768, 2048, 16), (65536, 1024, 8), (65536, 2048, 16))
     return {
-        f"chunk {c}, block {b}, {w} warps": gpu_ms(lambda c=c, b=b, w=w: stats_on_gpu(flat, c, b, w))
+        f"chunk {c}, block {b}, {w} warps": graph_ms(lambda c=c, b=b, w=w: stats_on_gpu(flat, c, b, w))
         for c, b, w in ways
     }
 
@@ -608,36 +470,6 @@ def cpu_cross_entropy(n: int = 1024, v: int = 50257) -> dict:
     row["times faster"] = row["eager"] / row["gradproof"]
     row["times faster in place"] = row["eager"] / row["gradproof in place"]
     return row
-
-
-# ---- the table
-
-
-def render_table() -> str:
-    """Everything measured, as markdown."""
-    lines = [f"# Kernels on {RESULTS['machine']}", ""]
-    rate = RESULTS.get("copy rate", {}).get("GB/s")
-    if rate:
-        lines += [
-            f"Copy rate {rate:.0f} GB/s, bytes read plus written. Milliseconds, forward + backward.",
-            "",
-        ]
-    for group in ("cross_entropy", "linear_cross_entropy", "tensor_stats"):
-        found = {k: v for k, v in RESULTS.items() if k.startswith(group + " ")}
-        flat = {}
-        for key, value in found.items():
-            rows = value if all(isinstance(v, dict) for v in value.values()) else {"": value}
-            for name, row in rows.items():
-                flat[f"{key} {name}".strip()] = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-        if not flat:
-            continue
-        columns = list(dict.fromkeys(c for row in flat.values() for c in row))
-        lines += [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        for name, row in flat.items():
-            cells = (f"{row[c]:.3g}" if c in row else "" for c in columns)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
 
 
 def on_gpu(budget: float) -> None:

@@ -18,7 +18,7 @@ def evidence_of(model, make_loss, step=1, memory=None, optimizer=None, losses=()
         optimizer.step()
     assert not tape.broken, tape.broken
     memory = {} if memory is None else memory
-    return Evidence(tape, step, {"": model}, [optimizer], [*losses, float(loss.detach())], memory)
+    return Evidence(tape, step, {"": model}, [optimizer], [*losses, float(loss.detach())], memory=memory)
 
 
 def confirmed_ids(experiment, evidence):

@@ -196,3 +196,31 @@ def test_optimizer_made_anew_every_epoch(tmp_path):
         session.close()
     causes = {cause.id for cause in gradproof.diagnose(tmp_path / "run").causes}
     assert "weights-state-error/optimizer-remade" in causes
+
+
+def accumulate(tmp_path, when_to_step, clear_each=False):
+    """Micro-batches in groups of four; `when_to_step(i)` decides after the i-th of ten epochs of sixteen."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(10):
+            for i in range(16):
+                if clear_each:
+                    optimizer.zero_grad()
+                x = torch.randn(8, 4)
+                (F.mse_loss(model(x), x[:, :1]) / 4).backward()
+                if when_to_step(i):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    found = gradproof.diagnose(tmp_path / "run")
+    return {cause.id for cause in found.causes if cause.family == "grad-accumulation-error"}
+
+
+def test_windows_of_micro_batches(tmp_path):
+    assert not accumulate(tmp_path / "a", lambda i: (i + 1) % 4 == 0)
+    assert not accumulate(tmp_path / "b", lambda i: (i + 1) % 5 == 0 or i == 15)  # a shorter last window
+    uneven = accumulate(tmp_path / "c", lambda i: (i + 1) // 4 == 1)
+    assert uneven == {"grad-accumulation-error/uneven-windows"}
+    cleared = accumulate(tmp_path / "d", lambda i: (i + 1) % 4 == 0, clear_each=True)
+    assert cleared == {"grad-accumulation-error/overwritten"}

@@ -35,6 +35,15 @@ GOOD = {
 }
 
 
+def test_a_probability_picked_by_hand():
+    model = nn.Linear(5, 4)
+    rows = torch.arange(16)
+    wrong = evidence_of(model, lambda: -model(X).softmax(1)[rows, CLASS].mean())
+    right = evidence_of(model, lambda: -model(X).softmax(1)[rows, CLASS].log().mean())
+    assert confirmed_ids(does_the_output_fit_the_loss, wrong) == ["loss-activation-mismatch/missing-log"]
+    assert not confirmed_ids(does_the_output_fit_the_loss, right)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_mismatch_is_named(name):
     model = nn.Linear(5, 4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.grids import find_grids
-from gradproof.experiments.positions import which_positions_count
+from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 
 PAD, MASK, END, VOCABULARY, LENGTH, ROWS, WIDTH = 0, 1, 2, 15, 12, 16, 16
 
@@ -128,3 +128,19 @@ def test_a_batch_padded_in_the_step():
     assert found == ["attention-mask-error/only-padding-attended"]
     (grid, *_) = find_grids(evidence)
     assert float(grid.perturb(0, 1)[1].max()) > 0
+
+
+def test_a_mean_over_all_positions():
+    model, x, y = nn.Linear(3, 5), torch.randn(8, 3), torch.randn(8, 5)
+    mask = (torch.arange(5) < 2).float().expand(8, 5)
+    reductions = {
+        "all": lambda each: (each * mask).mean(),
+        "filled": lambda each: each.masked_fill(mask == 0, 0.0).mean(),
+        "valid": lambda each: (each * mask).sum() / mask.sum(),
+        "picked": lambda each: each[mask == 1].mean(),
+        "weighed": lambda each: (each * torch.tensor([1.0, 2, 1, 1, 2])).mean(),
+    }
+    for name, reduce in reductions.items():
+        evidence = evidence_of(model, lambda r=reduce: r((model(x) - y) ** 2))
+        expected = ["loss-mask-error/mean-over-all"] if name in ("all", "filled") else []
+        assert confirmed_ids(is_the_mean_over_what_counts, evidence) == expected, name

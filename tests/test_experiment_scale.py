@@ -46,3 +46,13 @@ def test_the_loss_at_the_start():
             model.weight.mul_(scale)
         evidence = evidence_of(model, lambda m=model: F.cross_entropy(m(X), CLASS))
         assert confirmed_ids(where_does_the_loss_start, evidence) == expected
+
+
+def test_raw_targets_are_a_problem_where_nothing_is_learned():
+    """The mean is learned and no more: the predictions explain nothing of the targets' variance."""
+    model = nn.Linear(6, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.bias, 300.0)
+    evidence = evidence_of(model, lambda: F.mse_loss(model(X), 300 + 90 * Y), step=100)
+    (said,) = [v for v in are_numbers_of_a_fitting_size(evidence) if v.id]
+    assert not said.if_troubled and said.confidence == "proven"

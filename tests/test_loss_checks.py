@@ -8,7 +8,8 @@ import os
 import pytest
 import torch
 
-from gradproof.cli import _find_function, main
+from gradproof.cli import main
+from gradproof.commands.checking import _find_function
 from gradproof.kernels.cross_entropy import cross_entropy
 from gradproof.kernels.loss_checks import render_outcomes, run_checks
 

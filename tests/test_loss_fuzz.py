@@ -58,7 +58,7 @@ def assert_right(backend, logits, target):
     loss_exact, dexact = exact(logits, target)
     assert abs(loss.item() - loss_exact) <= 1e-6 * loss_exact + TINY
     if logits.dtype == torch.bfloat16:
-        # one rounding to the nearest: half an ulp. Triton's interpreter, not its compiler, rounds towards zero
+        # one rounding to the nearest: half an ulp; but the interpreter of Triton rounds towards zero
         ulps = 1.0 if getattr(backend, "INTERPRETED", False) else 0.5
         allowed = ulps * ulp(dexact, torch.bfloat16) + 1e-5 * dexact.abs() + TINY
     else:

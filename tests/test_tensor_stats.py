@@ -78,6 +78,7 @@ def test_dtypes_have_their_own_subnormals(dtype, size):
     assert_row_is_right(tensor_stats([x])[0], x, tiny)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_mix_of_tensors_keeps_its_order():
     torch.manual_seed(0)
     wide = torch.randn(60, 70)

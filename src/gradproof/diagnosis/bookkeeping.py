@@ -271,6 +271,42 @@ def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tupl
         yield "optimizer-config/weight-decay", "problem" if rate >= 1e-2 or not well else "warning", text
 
 
+def uneven_windows(run: Run) -> Iterator[Symptom]:
+    """Gradients of very different numbers of backwards between steps: the count that decides when to step is off."""
+    counts = run.steps["backwards"]
+    single = np.array(
+        [order.count("z") <= 1 for order in run.steps["order"]], dtype=bool
+    )  # closures clear each time
+    counts = counts[np.isfinite(counts) & single & (counts > 0)].astype(int)
+    if len(counts) < 10:
+        return
+    usual = int(np.bincount(counts).argmax())
+    long = counts[counts > 2 * usual]
+    if len(long) >= 2 and long.sum() > 0.5 * counts.sum():
+        text = (
+            f"most steps follow {usual} backward{'s' if usual > 1 else ''}, but {len(long)} of {len(counts)} follow "
+            f"{long.min()} to {long.max()}: {100 * long.sum() / counts.sum():.0f} % of all backwards go into those"
+        )
+        yield Symptom(
+            "uneven_windows", "problem", text, None, None, ("grad-accumulation-error/uneven-windows",)
+        )
+
+
+def cleared_between_backwards(run: Run) -> Iterator[Symptom]:
+    """zero_grad before each of several backwards of a step: only the last one counts."""
+    kinds = [optimizer.get("class") for optimizer in run.info.get("optimizers", [])]
+    orders = [order for order in run.steps["order"][1:] if order.count("b") > 1]
+    if len(kinds) != 1 or kinds[0] == "LBFGS" or len(orders) < 4 or len(orders) < 0.9 * (len(run) - 1):
+        return
+    between = [order[order.index("b") : order.rindex("b")].count("z") for order in orders]
+    backwards = int(np.median([order.count("b") for order in orders]))
+    if np.mean(np.array(between) >= 1) > 0.9:
+        text = f"zero_grad is called between the {backwards} backwards of a step: only the last one counts"
+        yield Symptom(
+            "cleared_between_backwards", "problem", text, 1, None, ("grad-accumulation-error/overwritten",)
+        )
+
+
 def _momentum(run: Run) -> bool:
     return any(group.get("momentum") for o in run.info.get("optimizers", []) for group in o.get("groups", ()))
 
@@ -283,4 +319,6 @@ BOOKKEEPING = (
     clip_sets_the_step,
     schedule,
     optimizer_settings,
+    uneven_windows,
+    cleared_between_backwards,
 )

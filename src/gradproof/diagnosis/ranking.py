@@ -19,6 +19,7 @@ from gradproof.record.run import Run, open_run
 PROOFS = (
     "stale_gradient",
     "zeroed_before_step",
+    "cleared_between_backwards",
     "late_clip",
     "clip_before_unscale",
     "not_in_optimizer",

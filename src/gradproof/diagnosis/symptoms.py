@@ -401,7 +401,7 @@ def dead_units(run: Run) -> Iterator[Symptom]:
         return
     learns = loss_fell(run)
     for name, share in zip(table.names, _min_over_steps(table.values), strict=True):
-        kind, shape = outputs[name].get("module", ""), outputs[name].get("shape", [1])
+        kind, shape = outputs[name].get("module", ""), outputs[name].get("shape") or [1]
         samples = np.prod(shape) / max(1, shape[1 if len(shape) >= 4 else -1])
         if share >= 0.5 and kind in ACTIVATIONS and samples >= 8:  # of few samples, many units see none
             text = (

@@ -26,14 +26,16 @@ def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
     if all(0.5 < share * len(calls) < 2 for share in divided):
         yield excluded(FAMILY, f"each of {len(calls)} micro-batches counts {divided[0]:.3g} of the step")
     elif all(share > 0.99 for share in divided):
-        gentle = all(type(optimizer).__name__ in ADAPTIVE for optimizer in evidence.optimizers)
+        shorter = evidence.loss_at(evidence.moved(1 / len(calls)))
+        whole = evidence.loss_at(evidence.moved(1.0))
+        harmful = type(evidence.optimizers[0]).__name__ not in ADAPTIVE and not whole <= shorter
         yield confirmed(
             f"{FAMILY}/not-divided",
             f"{len(calls)} backwards a step add up means that nothing divides by {len(calls)}: "
             f"the gradient is {len(calls)} times that of the whole batch",
+            f"the loss of this batch after the step {whole:.4g}, after a step {len(calls)} times shorter {shorter:.4g}",
             where=place_of("", terms[0].operation.line),
             fix=f"(loss / {len(calls)}).backward()",
-            level="warning" if gentle else "problem",
-            if_troubled=not gentle,
+            level="problem" if harmful else "warning",
             confidence="likely",
         )

@@ -33,6 +33,9 @@ def does_the_output_fit_the_loss(evidence: Evidence) -> Iterator[Verdict]:
         for verdict in judge(flow, comparison):
             found = True
             yield verdict
+    for verdict in of_picked(flow):
+        found = True
+        yield verdict
     if flow.comparisons and not found:
         names = sorted({_name(c.operation) for c in flow.comparisons})
         yield excluded(FAMILY, f"what goes into {', '.join(names)} has the range that it wants")
@@ -117,6 +120,28 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             if_troubled=True,
             confidence="likely",
         )
+
+
+def of_picked(flow: Flow) -> Iterator[Verdict]:
+    """The probability of the right class, averaged as it is: its gradient dies where the network is most wrong."""
+    readers: dict[int, Operation] = {slot: op for op in flow.operations for slot in op.reads}
+    for pick in flow.picks:
+        source = flow.maker(flow.behind(pick.reads[0], VIEWS))
+        if source is None or source.name != "_softmax":
+            continue
+        op = readers.get(pick.makes[0])
+        while op is not None and (op.name in VIEWS or op.name in ("neg", "mean", "sum", "rsub")):
+            if op.makes[0] in flow.tape.loss_slots:
+                yield confirmed(
+                    f"{FAMILY}/missing-log",
+                    "the loss is the probability of the right class itself, not its logarithm",
+                    where=place_of("", pick.line),
+                    fix="use log_softmax in place of softmax, or cross_entropy on the raw scores",
+                    if_troubled=True,
+                    confidence="likely",
+                )
+                return
+            op = readers.get(op.makes[0])
 
 
 def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import place_of_data
 from gradproof.tape.operations import Line
+from gradproof.tape.operators import is_random
 
 FAMILY = "data-order-or-sampling"
 MOST = 64  # steps remembered
@@ -95,7 +96,10 @@ def count_samples(evidence: Evidence, slot: int) -> int:
     if evidence.slot(slot).made_by is None:
         return 0
     behind, shape = flow.ancestors(slot), evidence.slot(slot).shape
-    leaves = [leaf for leaf in evidence.tape.inputs if leaf.index in behind and leaf.shape]
+    kept = evidence.tape.memory_of  # of a large data set, only the batch is on the tape
+    leaves = [
+        leaf for leaf in evidence.tape.inputs if leaf.index in behind and leaf.index in kept and leaf.shape
+    ]
     rows = [leaf for leaf in leaves if leaf.shape[1:] == shape[1:] and leaf.shape[0] > shape[0]]
     series = [
         leaf for leaf in leaves if len(leaf.shape) == 1 and len(shape) == 2 and leaf.shape[0] > 2 * shape[1]
@@ -123,7 +127,9 @@ def random_numbers(evidence: Evidence) -> dict[str, tuple[float, Line | None]]:
     """A fingerprint of everything random that the loss of this step depends on, by operation and line."""
     found: dict[str, tuple[float, Line | None]] = {}
     for op in evidence.flow.operations:
-        for value in op.frozen or ():
+        if op.frozen is None or not is_random(op.func, op.args, op.kwargs):
+            continue
+        for value in op.frozen:
             if isinstance(value, Tensor) and value.numel() >= 16 and op.line is not None:
                 key = f"{op.name} {op.line.file}:{op.line.number} {tuple(value.shape)}"
                 found.setdefault(key, (float(fingerprints(value.reshape(1, -1))[0]), op.line))

@@ -26,7 +26,8 @@ from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.normalisation import does_normalisation_help
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
-from gradproof.experiments.positions import which_positions_count
+from gradproof.experiments.players import do_the_players_disagree
+from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
@@ -44,7 +45,12 @@ from gradproof.record.writer import RunWriter
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
 # glances look at every taped step and must be quick; experiments run at landmarks and in trouble
-GLANCES: tuple[Experiment, ...] = (where_was_it_born, do_batches_differ, is_it_in_train_mode)
+GLANCES: tuple[Experiment, ...] = (
+    where_was_it_born,
+    do_batches_differ,
+    do_the_players_disagree,
+    is_it_in_train_mode,
+)
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
     is_the_step_too_long_or_short,
@@ -57,6 +63,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_samples_independent,
     where_does_attention_look,
     which_positions_count,
+    is_the_mean_over_what_counts,
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
     do_micro_batches_add_up,

@@ -116,6 +116,12 @@ class Flow:
     def comparisons(self) -> list[Comparison]:
         return [found for op in self.operations if (found := self._comparison(op)) is not None]
 
+    @cached_property
+    def picks(self) -> list[Operation]:
+        """Where a loss by hand takes the entry of the right class: gather, or scores[rows, labels]."""
+        ops = [op for op in self.operations if op.name in ("gather", "index") and op.makes]
+        return [op for op in ops if op.reads[0] in self.tail and op.makes[0] in self.tail]
+
     def _comparison(self, op: Operation) -> Comparison | None:
         pair = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
         if len(pair) != 2:

@@ -42,10 +42,11 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         return
     # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
     idle = names_without_optimizer(evidence)
-    stepped = {evidence.tape.slots[slot].name for slot in evidence.tape.stepped}
+    stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
     for mismatch in found.accumulation:
-        id = accumulated_wrongly(mismatch.how)
-        if id and mismatch.parameter not in idle and (not stepped or mismatch.parameter in stepped):
+        if mismatch.parameter in idle or (stepped and mismatch.parameter not in stepped):
+            continue
+        if id := accumulated_wrongly(mismatch.how):
             line = evidence.memory.get("facts", {}).get("lines", {}).get(LINE_OF[id])
             where = f"{mismatch.parameter} ({line})" if line else mismatch.parameter
             yield confirmed(id, str(mismatch), where=where)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.grids import Grid, find_grids, find_padding
 from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.terms import take_apart
 from gradproof.tape.replay import differentiate
 
 FAMILY = "loss-mask-error"
@@ -69,6 +71,33 @@ def verdict_on(grid: Grid, pad: int | None, counts: Tensor) -> Iterator[Verdict]
         )
     else:
         yield excluded(FAMILY, f"{text} ({ignored})")
+
+
+def is_the_mean_over_what_counts(evidence: Evidence) -> Iterator[Verdict]:
+    """Errors multiplied by a mask, then averaged over all positions, masked ones included."""
+    flow = evidence.flow
+    for root in evidence.tape.loss_slots:
+        for term in take_apart(flow, root):
+            made = flow.maker(flow.behind(term.operation.reads[0], VIEWS))
+            if not term.mean or made is None or made.name not in ("mul", "masked_fill"):
+                continue
+            mask = next((slot for slot in made.reads[::-1] if slot not in flow.tracked), None)
+            value = flow.values([mask]).get(mask) if mask is not None else None
+            if value is None or value.numel() < 8 or not bool(((value == 0) | (value == 1)).all()):
+                continue
+            share = float(value.double().mean())
+            share = 1 - share if made.name == "masked_fill" else share
+            if 0 < share < 0.9:
+                yield confirmed(
+                    f"{FAMILY}/mean-over-all",
+                    f"the mask lets {100 * share:.0f} % of the positions count, but the mean divides by all of them: "
+                    f"the loss is {1 / share:.2g} times too small, and differs with the padding",
+                    where=place_of("", term.operation.line),
+                    fix="(loss * mask).sum() / mask.sum()",
+                    level="problem" if share < 0.5 else "warning",
+                    confidence="likely",
+                )
+                return
 
 
 def positions_that_count(grid: Grid) -> Tensor | None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow
+from gradproof.experiments.targets import LATE, share_learned
 
 FAMILY = "input-or-target-scale"
 LARGE = 30.0  # root mean square of a feature; standardised ones have 1
+HUGE = 100.0  # so large that a troubled run needs no other reason
+LITTLE = 0.2  # of the targets' variance or entropy explained, late
 NORMS = {
     "native_batch_norm",
     "native_layer_norm",
@@ -24,13 +28,14 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
     """Pixels up to 255, raw features, raw targets, targets of a yes-or-no loss that are neither."""
     flow = evidence.flow
     values = flow.values([*flow.inputs, *(c.target for c in flow.comparisons)])
-    found = False
+    found, learned = False, None
     for comparison in flow.comparisons:
+        learned = share_learned(evidence, comparison) if evidence.step >= LATE else None
         target = values.get(comparison.target)
         if target is not None and target.is_floating_point() and target.numel():
             for verdict in (
                 *of_yes_or_no(flow, comparison, target),
-                *of_targets(evidence, comparison, target),
+                *of_targets(evidence, comparison, target, learned),
             ):
                 found = True
                 yield verdict
@@ -42,7 +47,7 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
             and value.dim() >= 2
             and not _is_normalised(flow, slot)
         ):
-            for verdict in of_inputs(flow, slot, value):
+            for verdict in of_inputs(evidence, slot, value, learned):
                 yield verdict
                 return
             if not found:
@@ -66,38 +71,50 @@ def of_yes_or_no(flow: Flow, comparison: Comparison, target: Tensor) -> Iterator
         )
 
 
-def of_targets(evidence: Evidence, comparison: Comparison, target: Tensor) -> Iterator[Verdict]:
-    """Targets far larger than anything the network puts out at its start."""
+def of_targets(
+    evidence: Evidence, comparison: Comparison, target: Tensor, learned: float | None
+) -> Iterator[Verdict]:
+    """Targets far larger than what a network puts out at its start."""
     if comparison.kind != "value" or target.numel() < 8:
         return
-    mean, size = float(target.double().mean()), float(target.double().pow(2).mean().sqrt())
-    spread = float(target.double().std())
-    memory = evidence.memory.setdefault("prediction at the start", {})
-    if "size" not in memory:
-        found = evidence.flow.outcome([comparison.prediction]).get(comparison.prediction)
-        memory["size"] = float(found.double().pow(2).mean().sqrt()) if found is not None else float("inf")
-    if size > LARGE and size > LARGE * memory["size"]:
+    mean, spread = float(target.double().mean()), float(target.double().std())
+    size = float(target.double().pow(2).mean().sqrt())
+    if size > LARGE:
         yield confirmed(
             f"{FAMILY}/raw-targets",
-            f"the targets are {mean:.4g} ± {spread:.3g}, the first predictions of the size {memory['size']:.2g}",
+            f"the targets are {mean:.4g} ± {spread:.3g}; a network starts near 0 ± 1",
+            *explain(evidence, learned),
             where=evidence.flow.origin(comparison.target, comparison.operation.line),
             fix=f"standardise the targets: (y - {mean:.4g}) / {spread:.3g}",
-            if_troubled=True,
-            confidence="likely",
+            **harm(learned, size),
         )
 
 
-def of_inputs(flow: Flow, slot: int, value: Tensor) -> Iterator[Verdict]:
-    where = flow.origin(slot)
+def explain(evidence: Evidence, learned: float | None) -> list[str]:
+    if learned is None:
+        return []
+    return [
+        f"after {evidence.step} steps the predictions explain {100 * max(learned, 0.0):.0f} % of the targets"
+    ]
+
+
+def harm(learned: float | None, size: float) -> dict[str, Any]:
+    """A problem where next to nothing is learned; elsewhere one only if the run is in trouble."""
+    stuck = learned is not None and learned < LITTLE
+    return {"if_troubled": not stuck, "confidence": "proven" if stuck or size > HUGE else "likely"}
+
+
+def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | None) -> Iterator[Verdict]:
+    where = evidence.flow.origin(slot)
     low, high = float(value.min()), float(value.max())
     if 30 < high <= 255 and low >= 0 and bool((value == value.round()).all()):
         yield confirmed(
             f"{FAMILY}/pixels-to-255",
             f"the inputs are whole numbers from {low:g} to {high:g}: pixels that were not scaled",
+            *explain(evidence, learned),
             where=where,
             fix="divide by 255, then subtract the mean and divide by the standard deviation",
-            if_troubled=True,
-            confidence="likely",
+            **harm(learned, high),
         )
         return
     columns = (
@@ -114,10 +131,10 @@ def of_inputs(flow: Flow, slot: int, value: Tensor) -> Iterator[Verdict]:
         f"{FAMILY}/raw-features",
         f"{what} is {mean:.4g} ± {spread:.3g}"
         + (f", the smallest feature has the size {smallest:.2g}" if len(sizes) > 1 else ""),
+        *explain(evidence, learned),
         where=where,
         fix="standardise each feature: subtract its mean, divide by its standard deviation",
-        if_troubled=True,
-        confidence="likely",
+        **harm(learned, float(sizes[worst])),
     )
 
 

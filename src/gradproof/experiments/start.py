@@ -27,8 +27,8 @@ def where_does_the_loss_start(evidence: Evidence) -> Iterator[Verdict]:
             continue
         log_probs, target = found[comparison.prediction].double(), found[comparison.target].reshape(-1)
         valid = (target >= 0) & (target < log_probs.shape[1])
-        if not bool(valid.any()):
-            continue
+        if not bool(valid.any()) or log_probs.shape[0] == log_probs.shape[1]:
+            continue  # all pairs of a batch: sharp by its temperature
         loss = float(-log_probs[valid].gather(1, target[valid][:, None]).mean())
         guess, size = math.log(log_probs.shape[1]), float(found[scores].double().std())
         if loss > 2 * guess + 1 and size > 2:

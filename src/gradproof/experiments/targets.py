@@ -11,6 +11,7 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
+from gradproof.tape.operators import is_random
 
 FAMILY = "data-target-misaligned"
 MOST = 600  # samples remembered
@@ -52,7 +53,7 @@ def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:
     for op in reversed(flow.forward):
         if needed.isdisjoint((*op.makes, *op.writes)):
             continue
-        if op.frozen is not None:
+        if is_random(op.func, op.args, op.kwargs):
             drawn.add(op.index)
             needed -= {*op.makes, *op.writes}
         else:
@@ -108,7 +109,8 @@ def _data_behind(flow: Flow, slot: int) -> list[int]:
         seen.update(reads)
     size = (*flow.tape.slots[slot].shape, 1)[0]
     leaves = [leaf for leaf in flow.tape.inputs if leaf.index in seen and leaf.index != slot]
-    return [leaf.index for leaf in leaves if leaf.shape and leaf.shape[0] > size]
+    kept = flow.tape.memory_of  # of a large data set, only the batch is on the tape
+    return [leaf.index for leaf in leaves if leaf.index in kept and leaf.shape and leaf.shape[0] > size]
 
 
 def _row_numbers(flow: Flow, leaf: int) -> Tensor:

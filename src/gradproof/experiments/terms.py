@@ -1,4 +1,4 @@
-"""Is the loss the right way up, and are its terms weighed alike? Its gradient at the predictions, its sum taken apart."""
+"""Is the loss the right way up, and are its terms weighed alike? Its gradient, its sum taken apart."""
 
 from __future__ import annotations
 
@@ -22,19 +22,28 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
+    picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
+    slots += [op.makes[0] for op in picks]
     if not slots:
         return
     gradients = differentiate(evidence.tape, gradients_at=slots).slot_gradients
     up = -1.0 if any(group.get("maximize") for o in evidence.optimizers for group in o.param_groups) else 1.0
+    averaged = {index for root in evidence.tape.loss_slots for index in plain_differences(flow, root)}
     right = None
     for comparison in flow.comparisons:
         gradient = gradients.get(comparison.prediction)
-        cosine = towards_target(flow, comparison, up * gradient) if gradient is not None else None
+        plain = comparison.operation.name in KINDS or comparison.operation.index in averaged
+        cosine = towards_target(flow, comparison, up * gradient) if gradient is not None and plain else None
         if cosine is not None and cosine < OPPOSITE:
             yield wrong_way(comparison.operation, "prediction from its target", cosine)
             return
         right = cosine if cosine is not None and cosine > 0.5 else right
+    for op in picks:
+        gradient = gradients.get(op.makes[0])
+        if gradient is not None and float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
+            yield wrong_way(op, "log-probability away from the right class", -1.0)
+            return
     for made, weight, op in policies:
         found = flow.values([weight]).get(weight)
         gradient = gradients.get(made)
@@ -52,6 +61,18 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
             return
     if right is not None:
         yield excluded(FAMILY, f"down the gradient, predictions go to their targets (cosine {right:.2f})")
+
+
+def plain_differences(flow: Flow, root: int) -> Iterator[int]:
+    """Differences whose squares or sizes are averaged as they are; a likelihood weighed by returns is none."""
+    for term in take_apart(flow, root):
+        maker = flow.maker(flow.behind(term.operation.reads[0], VIEWS))
+        while maker is not None and maker.name in ("pow", "abs", "square", "neg", "mul", "sum", "mean"):
+            if len(set(maker.reads)) > 1:
+                break
+            maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+        if maker is not None:
+            yield maker.index
 
 
 def wrong_way(op: Operation, what: str, cosine: float) -> Verdict:
@@ -115,7 +136,7 @@ def _is_log_probability(flow: Flow, slot: int) -> bool:
     maker = flow.maker(flow.behind(slot, VIEWS | {"stack", "cat"}))
     while maker is not None and maker.name in ("stack", "cat"):
         maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
-    if maker is None or maker.name != "gather":
+    if maker is None or maker.name not in ("gather", "index"):
         return False
     source = flow.maker(flow.behind(maker.reads[0], VIEWS))
     if source is None:

@@ -7,12 +7,15 @@ target out, so that a confident target keeps a right loss and gradient (`LossOpt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._library.custom_ops import CustomOpDef
 from torch.autograd.function import once_differentiable
 
 from gradproof.errors import UserError
@@ -101,6 +104,11 @@ def _loss(
     return reduce_losses(losses, scale, options.reduction), lse
 
 
+def direct(operator: CustomOpDef) -> Callable:
+    """The function behind an operator, unless somebody records operators: dispatch is not free."""
+    return operator if _len_torch_dispatch_stack() else operator._init_fn
+
+
 class _WithGradient(torch.autograd.Function):
     """Cross-entropy whose gradient is made with the loss, in place of the logits if asked for."""
 
@@ -109,9 +117,10 @@ class _WithGradient(torch.autograd.Function):
         ctx.numbers, ctx.in_place = numbers, in_place
         if in_place:
             ctx.gradient = logits.detach()
-            loss, lse = _cross_entropy_(ctx.gradient, targets, mask, weight, *numbers)
+            loss, lse = direct(_cross_entropy_)(ctx.gradient, targets, mask, weight, *numbers)
+            torch.autograd.graph.increment_version(logits)  # whoever saved the logits is told
         else:
-            loss, lse, ctx.gradient = _cross_entropy(logits, targets, mask, weight, *numbers, True)
+            loss, lse, ctx.gradient = direct(_cross_entropy)(logits, targets, mask, weight, *numbers, True)
             ctx.save_for_backward(logits, targets, mask, weight)
         ctx.mark_non_differentiable(lse)
         return loss, lse
@@ -121,7 +130,7 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx, dloss, dlse):
         gradient, ctx.gradient = ctx.gradient, None  # handed on, so that autograd need not copy it
         if gradient is not None:
-            scale_rows(gradient, dloss)
+            direct(scale_rows)(gradient, dloss)
         elif ctx.in_place:
             raise UserError("cross_entropy(in_place=True) goes backward once: its logits are gone")
         else:

@@ -14,6 +14,7 @@ from gradproof.errors import UserError
 from gradproof.kernels.cross_entropy import (
     backend_of,
     check_targets,
+    direct,
     reduce_losses,
     scale_of_loss,
     scale_rows,
@@ -69,7 +70,7 @@ class _WithGradients(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, mask, class_weight, numbers, wants):
         ctx.numbers, ctx.wants = numbers, wants
         tensors = (hidden, weight, targets, mask, class_weight)
-        loss, lse, *gradients = _linear_cross_entropy(*tensors, *numbers, *wants)
+        loss, lse, *gradients = direct(_linear_cross_entropy)(*tensors, *numbers, *wants)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(lse)
         ctx.gradients = None if numbers[-1] == "none" else gradients
@@ -83,7 +84,7 @@ class _WithGradients(torch.autograd.Function):
             gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *ctx.wants)
         else:
             for gradient in gradients:
-                scale_rows(gradient, dloss)
+                direct(scale_rows)(gradient, dloss)
         return *_wanted(gradients, ctx.wants), *5 * [None]
 
 
@@ -110,61 +111,71 @@ def _by_slabs(
     # an fp16 gradient divided by the number of positions would underflow: divide after the products
     late = scale if hidden.dtype == torch.float16 and scale.dim() == 0 else None
     scale = torch.ones_like(scale) if late is not None else scale
-    logits, dlogits, borrowed = _slabs(n, weight, dhidden, dweight)
+    v, rows = len(weight), _padded(weight)
+    logits, dlogits, borrowed = _slabs(n, v, rows, dhidden, dweight)
     total = dweight
-    if dweight is not None and (borrowed or n > len(dlogits) or late is not None):
-        total = torch.empty_like(dweight, dtype=wide)  # a sum over several slabs is kept in float32
+    if dweight is not None and (borrowed or n > len(dlogits) or late is not None or len(rows) > v):
+        total = torch.empty_like(rows, dtype=wide)  # a sum over several slabs is kept in float32
     for start in range(0, n, len(dlogits)):
         stop = min(start + len(dlogits), n)
         for first in range(start, stop, len(logits)):
             here = slice(first, min(first + len(logits), stop))
             x = logits[: here.stop - first]
-            multiply(hidden[here], weight.mT, out=x)
+            multiply(hidden[here], rows.mT, out=x)
             losses[here], lses[here] = backend_of(x).losses_and_gradient(
-                x,
+                x[:, :v],
                 targets[here],
                 None if mask is None else mask[here],
                 class_weight,
                 options,
                 scale[here] if scale.dim() else scale,
-                None if dhidden is dweight is None else dlogits[first - start : here.stop - start],
+                None if dhidden is dweight is None else dlogits[first - start : here.stop - start, :v],
             )
         dx = dlogits[: stop - start]
         # forward was x = hidden @ weight.T, so:
         if dhidden is not None:
-            torch.mm(dx, weight, out=dhidden[start:stop])
+            torch.mm(dx, rows, out=dhidden[start:stop])
         if total is not None:
             multiply(dx.mT, hidden[start:stop], out=total, add=start > 0)
     if late is not None:
         for gradient in (dhidden, total):
             None if gradient is None else gradient.mul_(late)
     if dweight is not None and total is not None and total is not dweight:
-        dweight.copy_(total)
+        dweight.copy_(total[:v])
     return losses, lses
 
 
+def _padded(weight: Tensor) -> Tensor:
+    """The weight with rows of zeros up to a multiple of 64 on a GPU: products of an odd size are slow there.
+
+    The logits of such rows are 0 and their gradients are kept at 0, so they add nothing to any product.
+    """
+    missing = -len(weight) % 64 if weight.is_cuda else 0
+    return torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
 def _slabs(
-    n: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None
+    n: int, v: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None
 ) -> tuple[Tensor, Tensor, bool]:
     """Memory for rows of logits and for rows of their gradient, and whether that is borrowed from dweight.
 
     The more rows the gradient has, the less often dweight is read and written; before it is filled, its
-    memory is free for that. Rows are padded on a GPU, where products of rows that are not aligned are slow.
+    memory is free for that. Of a padded weight the first v columns are real, the others hold zeros.
     """
-    v, width = weight.shape
-    stride = -(-v // 64) * 64 if weight.is_cuda else v
+    stride, width = weight.shape
     room = 0 if dweight is None else v * width // stride
     rows, gradient_rows, borrowed = slab_rows(stride, weight.dtype, dhidden is not dweight, room)
     rows, gradient_rows = max(1, min(rows, n)), max(1, min(gradient_rows, n))
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    logits = torch.empty(rows, stride, dtype=wide, device=weight.device)[:, :v]
+    logits = torch.empty(rows, stride, dtype=wide, device=weight.device)
     if weight.dtype == wide or dhidden is dweight is None:
         return logits, logits, False
     if borrowed and dweight is not None:
         place = dweight.view(-1)[: gradient_rows * stride].view(gradient_rows, stride)
     else:
         place = torch.empty(gradient_rows, stride, dtype=weight.dtype, device=weight.device)
-    return logits, place[:, :v], borrowed
+    place[:, v:].zero_()
+    return logits, place, borrowed
 
 
 def slab_rows(stride: int, dtype: torch.dtype, want_gradient: bool, room: int) -> tuple[int, int, bool]:

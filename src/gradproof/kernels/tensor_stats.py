@@ -46,19 +46,19 @@ def tensor_stats(tensors: Sequence[Tensor]) -> Tensor:
     Takes any mix of shapes and dtypes; complex numbers count as two entries; of a sparse tensor the stored
     values, of a DTensor the local shard. Sums are right to 1e-7 of the sum of magnitudes at any size.
     """
-    flat = [_flatten(tensor) for tensor in tensors]
+    flat = [tensor if _is_plain(tensor) else _flatten(tensor) for tensor in tensors]
     if not flat:
         return torch.zeros(0, len(COLUMNS), dtype=torch.float64)
     devices = {tensor.device for tensor in flat}
     if len(devices) > 1:
         raise UserError(f"tensor_stats needs all tensors on one device, got {sorted(map(str, devices))}")
     if flat[0].is_cpu:
-        return _stats_on_cpu(flat)
+        return _stats_on_cpu([tensor.view(-1) for tensor in flat])
     if flat[0].is_cuda and _triton_is_here():
         from gradproof.kernels.triton_stats import stats_on_gpu
 
         return stats_on_gpu(flat)
-    return torch.cat([look_closely(tensor[None]) for tensor in flat])
+    return torch.cat([look_closely(tensor.view(1, -1)) for tensor in flat])
 
 
 def exponent_histogram(tensor: Tensor, sample: int = 65536) -> Tensor:
@@ -104,6 +104,12 @@ def look_closely(rows: Tensor) -> Tensor:
         *((size > limit).sum(1) for limit in LIMITS),
     ]
     return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the entries lie one after the other, as they are."""
+    kind = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
+    return kind and tensor.layout == torch.strided and tensor.is_contiguous() and not tensor.is_complex()
 
 
 def _flatten(tensor: Tensor) -> Tensor:

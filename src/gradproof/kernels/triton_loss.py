@@ -379,14 +379,14 @@ class Launch:
 INTERPRETED = not isinstance(_cross_entropy, triton.runtime.JITFunction)
 
 
-def choose_launch(v: int, dtype: torch.dtype, processors: int) -> Launch:
-    """The fastest way measured on an H200 by benchmarks/kernels.py."""
-    block = min(max(64, triton.next_power_of_2(v + 7)), 2048)
-    warps = max(1, min(8, block // 256))
-    whole = triton.cdiv(v + 7, block) * block
-    if INTERPRETED or triton.cdiv(whole, 16384) > processors:
-        return Launch(whole, block, warps)
-    return Launch(min(whole, 16384), block, warps)
+def choose_launch(v: int, size: int, aligned: bool, processors: int) -> Launch:
+    """The fastest way measured on an H200 by benchmarks/kernels.py, for logits of `size` bytes."""
+    if INTERPRETED or triton.cdiv(v + 7, 8192) > processors or v < 8192:
+        block = min(max(64, triton.next_power_of_2(v + 7)), 2048)
+        return Launch(triton.cdiv(v + 7, block) * block, block, max(1, min(8, block // 256)))
+    if size == 2:
+        return Launch(16384, 2048 if aligned else 1024, 4)
+    return Launch(8192, 2048, 8) if aligned else Launch(8192, 1024, 4)
 
 
 def losses_and_gradient(
@@ -413,7 +413,8 @@ def losses_and_gradient(
         gradient.copy_(fresh)
         return found
     out = x if gradient is None else gradient
-    launch = launch or choose_launch(v, logits.dtype, _processors(logits.device))
+    aligned = not any(stride % 8 for stride in _row_strides(x))
+    launch = launch or choose_launch(v, x.element_size(), aligned, _processors(x.device))
     targets = targets.contiguous()
     mask = None if mask is None else mask.to(torch.int8).contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -436,7 +437,7 @@ def losses_and_gradient(
     }
     if launch.registers and not INTERPRETED:
         flags["maxnreg"] = launch.registers
-    shift = any(stride % 8 for stride in _row_strides(x)) and _are_alike(x, out)
+    shift = not aligned and _are_alike(x, out)
     slices = triton.cdiv(v + 7 if shift else v, launch.slice)
     posts = torch.empty(rows * slices * 3 if slices > 1 else 0, dtype=torch.float64, device=x.device)
     counters = torch.zeros(1 + rows if slices > 1 else 1, dtype=torch.int32, device=x.device)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 16384  # elements of a CTA
+CHUNK = 32768  # elements of a CTA
 BLOCK = 1024  # of them at a time, times four
 WARPS = 8
 FIELDS = 12  # what a chunk is reduced to: the COLUMNS of tensor_stats without absmax
@@ -180,7 +180,7 @@ class Plan:
 def stats_on_gpu(
     flat: Sequence[Tensor], chunk: int = CHUNK, block: int = BLOCK, warps: int = WARPS
 ) -> Tensor:
-    """The rows of `tensor_stats` for vectors on one GPU, without waiting for it.
+    """The rows of `tensor_stats` for contiguous tensors on one GPU, without waiting for it.
 
     Where the tensors lie is sent to the device when it changes; a CUDA graph needs a call before capture.
     """

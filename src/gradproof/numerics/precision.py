@@ -146,12 +146,11 @@ def render_errors(errors: Sequence[Errors]) -> str:
             numbers = " ".join(f"{n:10.1e}" for n in (e.denominator, e.gradient, e.confident_loss, e.loss))
             lines.append(f"  {e.way:30} {numbers}  {_bar(e.loss)}")
         lines.append("")
-    lines.append(
-        "Relative errors; the gradient's relative to its largest entry. confident: the loss of a target"
-    )
-    lines.append(
-        "15 ahead of the rest. The bar is the error of the loss, from 1e-17; a mark is half a digit."
-    )
+    lines += [
+        "Relative errors; the gradient's relative to its largest entry. confident: the loss of a target 15",
+        "ahead of the rest. The sum of exp of the last two is from their log-sum-exp. The bar is the error",
+        "of the loss, from 1e-17; a mark is half a digit.",
+    ]
     return "\n".join(lines)
 
 

@@ -27,8 +27,10 @@ def _headline(diagnosis: Diagnosis, paint) -> str:
     where = f"gradproof · {diagnosis.run} · {steps}"
     if not diagnosis.steps:
         return f"{paint('bold', where)}\nNo step was recorded: there is nothing to say about training."
-    if not diagnosis.causes:
-        return f"{paint('bold', where)}\n{paint('good', 'Nothing is wrong that this record could show.')}"
+    if diagnosis.worst in (None, "note"):
+        notes = len(diagnosis.causes)
+        more = f" {notes} note{'s' if notes > 1 else ''} below." if notes else ""
+        return f"{paint('bold', where)}\n{paint('good', 'Nothing is wrong that this record could show.')}{more}"
     first = diagnosis.causes[0]
     place = f", at {first.where}" if first.where else ""
     return (

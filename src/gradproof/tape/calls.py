@@ -225,7 +225,9 @@ def eager_compiler(state: State) -> Iterator[None]:
 def watched_optimizers(state: State) -> Iterator[None]:
     """Marks the operations of an optimizer's step."""
     with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: enter_optimizer(state, optimizer)).remove)
+        stack.callback(
+            register_optimizer_step_pre_hook(lambda optimizer, *_: enter_optimizer(state, optimizer)).remove
+        )
         stack.callback(register_optimizer_step_post_hook(lambda *_: leave_optimizer(state)).remove)
         yield
 

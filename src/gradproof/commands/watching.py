@@ -1,0 +1,289 @@
+"""The commands about a training: run, diagnose, demo, scoreboard."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradproof.errors import EXIT_OWN_ERROR, UserError
+
+
+def add_run(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a training script, watched, and say what is wrong",
+        usage="gradproof run [options] SCRIPT [ARGS ...]\n       gradproof run [options] -m MODULE [ARGS ...]",
+        description="Runs a PyTorch training script exactly as `python SCRIPT ARGS` would, watches every step, and "
+        "ends with a diagnosis. The script needs no change; the exit code is its own.",
+        epilog="example: gradproof run train.py --lr 3e-4",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the run is written (default: runs/SCRIPT-DATE-TIME)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
+    parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="rerun the script with the fix applied from outside: does it help?",
+    )
+    parser.add_argument(
+        "--fix", metavar="NAME=VALUE", help="apply a fix from outside, e.g. lr=0.1 or zero_grad=1"
+    )
+    parser.add_argument(
+        "--until", type=int, metavar="STEP", help="tape that one step, examine it, and end the script there"
+    )
+    parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
+    parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
+    parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
+    parser.add_argument(
+        "--schedule",
+        metavar="RULES",
+        help="what is measured when, e.g. 'all every 10th step' or 'first batch of epochs 1-5 and 8, rank 0; "
+        "all from the first non-finite value on' (default: as much as the budget affords)",
+    )
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
+    parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
+    parser.set_defaults(function=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradproof.probes import script
+    from gradproof.probes.schedule import parse_budget
+
+    words = args.module if args.module is not None else args.script
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise UserError("which script? for example: gradproof run train.py --lr 3e-4")
+    program = script.load_module(words[0]) if args.module is not None else script.load_script(words[0])
+    budget = parse_budget(args.budget) if args.budget else None
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
+    if os.environ.get("GRADPROOF") == "0":
+        return script.execute(program, words[1:])[0]
+    from gradproof.experiments.examination import Examination
+
+    outcome = script.run_program(
+        program,
+        words[1:],
+        out=args.out,
+        schedule=args.schedule,
+        budget=budget,
+        quiet=args.quiet,
+        examiner=None if args.no_experiments else Examination,
+        fix=parse_fix(args.fix) if args.fix else None,
+        stop_after=args.steps,
+        until=args.until,
+    )
+    if args.verify and outcome.rank == 0 and outcome.steps:
+        verify(outcome, args, words)
+    exit_code = finish_run(outcome, words[0], args.json)
+    if outcome.interrupted:
+        sys.stdout.flush()
+        script.die_by_interrupt()
+    return exit_code
+
+
+def parse_fix(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value or 1)
+    except ValueError:
+        raise UserError(f"a fix is NAME=NUMBER, for example lr=0.1, not {text!r}") from None
+
+
+def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Rerun the script with the fix of each cause in turn, until one helps; what was shown goes into the run."""
+    import json
+    import subprocess
+    from dataclasses import asdict
+
+    from gradproof.diagnosis.fixes import compare_runs, find_intervention
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.record.run import open_run
+    from gradproof.record.schema import EVENTS_FILE, json_line
+
+    plain = open_run(outcome.path)
+    for cause in diagnose_run(plain).causes[:3]:
+        intervention = find_intervention(cause, plain)
+        if cause.level == "note" or intervention is None:
+            continue
+        out = Path(f"{outcome.path}.{intervention.name}")
+        command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--no-experiments", "--out", str(out)]
+        command += ["--fix", f"{intervention.name}={intervention.value:g}", "--steps", str(len(plain))]
+        command += ["-m", *words] if args.module is not None else list(words)
+        print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
+        subprocess.run(command, capture_output=True, check=False)
+        trial = compare_runs(cause.id, intervention.words, plain, open_run(out))
+        with open(outcome.path / EVENTS_FILE, "a", encoding="utf-8") as events:
+            events.write(json_line({"event": "trial", **json.loads(json_line(asdict(trial)))}) + "\n")
+        if trial.helped:
+            return
+
+
+def finish_run(outcome, name: str, json_file: str | None) -> int:
+    """The report at the end of a watched script; the exit code."""
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.report.text import render_text, wants_color
+
+    if outcome.rank != 0:
+        return outcome.exit_code
+    if outcome.broken and outcome.steps == 0:
+        print(f"gradproof: nothing was recorded: {outcome.broken}", file=sys.stderr)
+        return outcome.exit_code
+    try:
+        found = diagnose_run(outcome.path)
+    except UserError as error:  # the record could not be written
+        print(f"gradproof: {error}", file=sys.stderr)
+        return outcome.exit_code
+    if json_file:
+        write_json(found.as_data(), json_file)
+    if outcome.elsewhere:
+        print(
+            f"gradproof: {name} trained in processes that it started, {outcome.elsewhere} of which were watched; "
+            f"this is {outcome.path.name}",
+            file=sys.stderr,
+        )
+    if outcome.steps or outcome.elsewhere:
+        print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
+    problem = why_nothing_was_trained(outcome, name)
+    if problem:
+        print(f"gradproof: {problem}", file=sys.stderr)
+    return outcome.exit_code or (EXIT_OWN_ERROR if problem else 0)
+
+
+def why_nothing_was_trained(outcome, name: str) -> str | None:
+    """One sentence about a script in which no optimizer stepped."""
+    if outcome.steps or outcome.elsewhere:
+        return None
+    ended = f"raised {type(outcome.error).__name__}" if outcome.error else "ended"
+    if outcome.backwards:
+        return (
+            f"{name} called backward {outcome.backwards} times, but no torch optimizer took a step; for updates by "
+            "hand, hand the numbers in with gradproof.watch() and monitor.log(loss=…, grad_norm=…)"
+        )
+    return (
+        f"{name} {ended} without training: backward was never called. Does training hide behind an argument?"
+    )
+
+
+def add_diagnose(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "diagnose",
+        help="what is wrong with a recorded run, and what is not",
+        description="Reads a run (finished, growing or killed; needs no torch) and prints ranked causes.",
+        epilog="example, in CI: gradproof diagnose runs/nightly --fail-on problem",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--json", action="store_true", help="the same as data")
+    parser.add_argument("--fail-on", choices=("warning", "problem"), help="exit with 1 if there is one")
+    parser.set_defaults(function=diagnose)
+
+
+def diagnose(args: argparse.Namespace) -> int:
+    from gradproof.diagnosis.findings import LEVELS
+    from gradproof.diagnosis.ranking import diagnose as diagnose_run
+    from gradproof.report.text import render_text, wants_color
+
+    found = diagnose_run(args.run)
+    if args.json:
+        write_json(found.as_data(), None)
+    else:
+        print(render_text(found, wants_color()), end="")
+    if args.fail_on and found.worst and LEVELS.index(found.worst) <= LEVELS.index(args.fail_on):
+        return 1
+    return 0
+
+
+def add_demo(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="plant a fault in a training script, diagnose it, and try the fix",
+        description="Plants one of the catalogue's faults in a small training script, runs it watched, diagnoses it, "
+        "and tries the fix. Without a name: a hand-written backward with a wrong sign.",
+        epilog="example: gradproof demo cascade-large-learning-rate",
+    )
+    parser.add_argument("fault", nargs="?", default=DEMO, help="a name, or a part of one (see --list)")
+    parser.add_argument("--list", action="store_true", help="the names of all faults")
+    parser.set_defaults(function=demo)
+
+
+DEMO = "custom_ops_autoencoder-gelu-sign"
+
+
+def demo(args: argparse.Namespace) -> int:
+
+    from gradproof.faults.catalogue import FAULTS, plant
+
+    if args.list:
+        print("\n".join(f"{fault.name:48} {fault.family}" for fault in FAULTS))
+        return 0
+    fault = next((f for f in FAULTS if args.fault in f.name or args.fault in f.id), None)
+    if fault is None:
+        raise UserError(f"there is no fault {args.fault!r}; `gradproof demo --list` names them")
+    script = Path("runs") / "demo" / f"{fault.script}.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(plant(fault), encoding="utf-8")
+    for old, new in fault.edits:
+        print(f"planted in {script}:\n  - {_short(old)}\n  + {_short(new)}", file=sys.stderr)
+    from gradproof.cli import main
+
+    return main(["run", "--verify", str(script)])
+
+
+def _short(text: str) -> str:
+    return " ⏎ ".join(line.strip() for line in text.strip().splitlines())[:100] or "(nothing)"
+
+
+def add_scoreboard(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "scoreboard",
+        help="plant every fault, and count how many are named rightly",
+        description="Runs every planted fault, every healthy twin and every healthy-but-odd training through "
+        "`gradproof run`, and prints top-1, top-3, places and false alarms.",
+        epilog="example: gradproof scoreboard --only 'lr-too|healthy' --jobs 2",
+    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="names or cause ids to run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--out", metavar="FILE", help="write the table to a file, too")
+    parser.set_defaults(function=scoreboard)
+
+
+def scoreboard(args: argparse.Namespace) -> int:
+    from gradproof.faults.scoreboard import render_scoreboard, score_all
+
+    def show(score) -> None:
+        mark = "ok  " if score.top1 else "top3" if score.top3 else "MISS"
+        print(f"{mark} {score.name} · {score.family} · said {score.said} · {score.seconds:.0f} s", flush=True)
+
+    table = render_scoreboard(score_all(args.only, args.jobs, show))
+    print(f"\n{table}", end="")
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as stream:
+            stream.write(table)
+    return 0
+
+
+def write_json(data: dict, file: str | None) -> None:
+    """Standard JSON to a file, or to the terminal."""
+    import json
+
+    from gradproof.record.schema import json_line
+
+    text = json.dumps(json.loads(json_line(data)), indent=2, ensure_ascii=False)
+    if file is None:
+        print(text)
+        return
+    try:
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error}") from None
