@@ -7,6 +7,7 @@ import torch
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
+from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.precision import is_it_precision
 
 
@@ -53,3 +54,13 @@ def test_gradients_below_the_smallest_float16(scale, lost):
     x = torch.randn(16, 8).half()
     step = plain_step(model, optimizer, lambda: model(x).pow(2).mean() * scale)
     assert ("low-precision-error/underflow" in ids(examine(is_it_precision, model, optimizer, step))) == lost
+
+
+@pytest.mark.parametrize("dtype, bad", [(torch.float16, True), (torch.float32, False)])
+def test_adam_divides_by_an_epsilon_that_half_precision_rounds_to_zero(dtype, bad):
+    model = network().to(dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x = (1e-4 * torch.randn(16, 8)).to(dtype)
+    step = plain_step(model, optimizer, lambda: model(x).pow(2).mean())
+    found = examine(where_was_it_born, model, optimizer, step, steps=1)
+    assert ids(found) == ({"low-precision-error/optimizer-in-half"} if bad else set())

@@ -23,6 +23,11 @@ def facts(run: Run, name: str) -> Any:
     return run.info.get("facts", {}).get(name)
 
 
+def line_of(run: Run, what: str) -> str | None:
+    """Where the script clears, clips or schedules, as file.py:line."""
+    return (facts(run, "lines") or {}).get(what) or None
+
+
 def trains_well(run: Run) -> bool:
     """The loss falls in every track that is long enough to say so."""
     found = [t for track in tracks(run) if (t := trend(track.loss)) is not None]
@@ -114,20 +119,25 @@ def clip_misses(run: Run) -> Iterator[Symptom]:
         if share < 0.5:
             text = f"the clip is given {clip['given']} of the {clip['stepped']} tensors that the steps after it change"
             level = "problem" if share == 0 else "warning"
-            yield Symptom("clip_misses", level, text, 0, None, ("grad-clip-misuse/wrong-parameters",))
+            yield Symptom(
+                "clip_misses", level, text, 0, line_of(run, "clip"), ("grad-clip-misuse/wrong-parameters",)
+            )
     tensors = len([p for p in run.info.get("parameters", []) if p.get("gradient")])
     counts = [order.count("c") for order in run.steps["order"]]
     if tensors >= 3 and len(counts) >= 5 and float(np.median(counts)) >= max(3, 0.8 * tensors):
         text = f"clip_grad_norm_ is called {int(np.median(counts))} times a step, once a tensor: that turns the step"
         level = "warning" if trains_well(run) else "problem"
-        yield Symptom("clip_per_tensor", level, text, 0, None, ("grad-clip-misuse/per-tensor",))
+        yield Symptom(
+            "clip_per_tensor", level, text, 0, line_of(run, "clip"), ("grad-clip-misuse/per-tensor",)
+        )
 
 
 def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
     """A limit so far below the gradient that, without an optimizer that rescales, it divides the learning rate."""
     before, limit = run.steps["norm_before_clip"], run.steps["clip_limit"]
     known = (before > 0) & np.isfinite(before) & (limit > 0)
-    if known.sum() < 20 or any(o["class"] in ADAMS for o in run.info.get("optimizers", [])):
+    kinds = {o.get("class") for o in run.info.get("optimizers", [])}
+    if known.sum() < 20 or kinds != {"SGD"}:
         return
     kept = float(np.median(limit[known] / before[known]))
     if float(np.mean(before[known] > limit[known])) < 0.95 or kept > 0.05:
@@ -140,7 +150,9 @@ def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
         f"limit {np.median(limit[known]):.3g}): it sets the step, as a {1 / kept:.0f} times smaller learning rate would"
     )
     level = "problem" if too_short else "warning"
-    yield Symptom("clip_sets_the_step", level, text, None, None, ("grad-clip-misuse/limit-too-small",))
+    yield Symptom(
+        "clip_sets_the_step", level, text, None, line_of(run, "clip"), ("grad-clip-misuse/limit-too-small",)
+    )
 
 
 def schedule(run: Run) -> Iterator[Symptom]:
@@ -152,14 +164,14 @@ def schedule(run: Run) -> Iterator[Symptom]:
             continue
         number = int(np.nan_to_num(run.steps["optimizer"][track.rows[0]]))
         base = bases[number] if number < len(bases) else None
-        found = died_early(run, track, lr) or swings(track, lr) or never_arrives(lr, base)
+        found = died_early(run, track, lr) or swings(lr) or never_arrives(lr, base)
         if found:
-            id, level, text, step = found
+            id, level, text = found
             label = f"{track.label}: " if track.label else ""
-            yield Symptom(id.partition("/")[2], level, label + text, step, None, (id,))
+            yield Symptom(id.partition("/")[2], level, label + text, 0, line_of(run, "scheduler"), (id,))
 
 
-def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
+def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str] | None:
     """Next to nothing of its peak for two fifths of the run, and not coming back."""
     for share, level in ((1e-3, "problem"), (1e-2, "warning")):
         alive = np.flatnonzero(lr >= share * lr.max())
@@ -171,11 +183,11 @@ def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, i
         text = f"the learning rate falls from {lr.max():.2g} to under {low:.2g} by step {first} of {len(lr)}"
         if called > 0.9:
             text += ", with scheduler.step() at every batch: was it meant once an epoch?"
-        return "lr-schedule-error/dies-early", level, text, int(track.steps[first])
+        return "lr-schedule-error/dies-early", level, text
     return None
 
 
-def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str, int] | None:
+def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str] | None:
     """The learning rate that the optimizer was given is never nearly reached."""
     if not base or lr.max() > 0.2 * base:
         return None
@@ -184,16 +196,16 @@ def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str, in
         text = (
             f"warmup never ends: the learning rate rises all through the run, to {lr.max():.2g} of {base:.2g}"
         )
-        return "lr-schedule-error/warmup-never-ends", "problem", text, len(lr) - 1
+        return "lr-schedule-error/warmup-never-ends", "problem", text
     text = (
         f"the schedule keeps the learning rate at {lr.max():.2g} at most; the optimizer was given {base:.2g}"
     )
     if math.isclose(lr.max(), base * base, rel_tol=0.05):
         text += ", and the schedule multiplies with it once more"
-    return "lr-schedule-error/multiplied", "problem", text, int(np.argmax(lr))
+    return "lr-schedule-error/multiplied", "problem", text
 
 
-def swings(track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
+def swings(lr: np.ndarray) -> tuple[str, str, str] | None:
     """Down and up again, many times, within a few steps each."""
     moves = np.diff(lr)
     moves = moves[np.abs(moves) > 1e-6 * lr.max()]
@@ -203,7 +215,7 @@ def swings(track: Track, lr: np.ndarray) -> tuple[str, str, str, int] | None:
         return None
     text = f"the learning rate falls and rises again {turns} times, every {period:.0f} steps"
     level = "problem" if period <= 12 else "warning"
-    return "lr-schedule-error/cycles-too-fast", level, text, int(track.steps[0])
+    return "lr-schedule-error/cycles-too-fast", level, text
 
 
 def optimizer_settings(run: Run) -> Iterator[Symptom]:
@@ -212,11 +224,17 @@ def optimizer_settings(run: Run) -> Iterator[Symptom]:
     for index, optimizer in enumerate(run.info.get("optimizers", [])):
         lr_seen = run.steps["lr"][np.nan_to_num(run.steps["optimizer"]) == index]
         peak = float(np.nanmax(lr_seen)) if np.isfinite(lr_seen).any() else 0.0
-        for number, group in enumerate(optimizer["groups"]):
-            label = f"{optimizer['class']}" + (f", group {number}" if len(optimizer["groups"]) > 1 else "")
-            lr = max(float(group.get("lr", 0.0)), peak if len(optimizer["groups"]) == 1 else 0.0)
-            for id, level, text in settings_of(optimizer["class"], {**group, "lr": lr}, len(run), well):
-                yield Symptom("optimizer_settings", level, f"{label}: {text}", 0, None, (id,))
+        for number, group in enumerate(optimizer.get("groups", ())):
+            label = f"{optimizer.get('class', '')}" + (
+                f", group {number}" if len(optimizer.get("groups", ())) > 1 else ""
+            )
+            lr = max(float(group.get("lr", 0.0)), peak if len(optimizer.get("groups", ())) == 1 else 0.0)
+            for id, level, text in settings_of(
+                optimizer.get("class", ""), {**group, "lr": lr}, len(run), well
+            ):
+                yield Symptom(
+                    "optimizer_settings", level, f"{label}: {text}", 0, optimizer.get("line") or None, (id,)
+                )
 
 
 def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tuple[str, str, str]]:
@@ -290,7 +308,7 @@ def cleared_between_backwards(run: Run) -> Iterator[Symptom]:
 
 
 def _momentum(run: Run) -> bool:
-    return any(group.get("momentum") for o in run.info.get("optimizers", []) for group in o["groups"])
+    return any(group.get("momentum") for o in run.info.get("optimizers", []) for group in o.get("groups", ()))
 
 
 BOOKKEEPING = (

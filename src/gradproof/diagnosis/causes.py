@@ -194,6 +194,12 @@ CAUSES = (
         "right in float64, wrong in the precision used",
         "the same step in float64",
         "keep weights, sums and the optimizer in float32; use bfloat16 or a GradScaler instead of bare float16",
+        (
+            (
+                "optimizer-in-half",
+                "keep the weights in float32 (model.float()) and use autocast: in float16 Adam's eps of 1e-8 is 0",
+            ),
+        ),
     ),
     Cause(
         "exploding-signal",

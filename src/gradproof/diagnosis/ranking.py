@@ -29,6 +29,7 @@ PROOFS = (
     "keys_do_not_fit",
     "dies-early",
     "warmup-never-ends",
+    "multiplied",
     "ranks_differ",
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from gradproof.diagnosis.bookkeeping import BOOKKEEPING
+from gradproof.diagnosis.bookkeeping import BOOKKEEPING, line_of
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
@@ -346,17 +346,33 @@ def order_of_calls(run: Run) -> Iterator[Symptom]:
         return
     if _share("g" in o for o in orders) > 0.9:
         text = "the gradients of the step before are still there when backward begins: every step adds to all before it"
-        yield Symptom("stale_gradient", "problem", text, 1, None, ("zero-grad-error/never-cleared",))
+        yield Symptom(
+            "stale_gradient", "problem", text, 1, line_of(run, "backward"), ("zero-grad-error/never-cleared",)
+        )
     if _share(zeroed_before_step(o) and not n > 0 for o, n in zip(orders, norms, strict=True)) > 0.9:
         text = "zero_grad is called between backward and step: the optimizer never sees the gradient"
-        yield Symptom("zeroed_before_step", "problem", text, 0, None, ("zero-grad-error/before-step",))
+        yield Symptom(
+            "zeroed_before_step",
+            "problem",
+            text,
+            0,
+            line_of(run, "zero_grad"),
+            ("zero-grad-error/before-step",),
+        )
     if _share(clipped_after_step(o) for o in orders) > 0.9:
         text = "the gradient is clipped after the optimizer has stepped: the clip changes nothing"
-        yield Symptom("late_clip", "problem", text, 0, None, ("grad-clip-misuse/after-step",))
+        yield Symptom("late_clip", "problem", text, 0, line_of(run, "clip"), ("grad-clip-misuse/after-step",))
     scale = run.steps["loss_scale"]
     if _share(scale > 1) > 0.9 and _share(clipped_while_scaled(o) for o in orders) > 0.9:
         text = f"the gradient is clipped while it still carries the loss scale of {np.nanmedian(scale):g}"
-        yield Symptom("clip_before_unscale", "problem", text, 0, None, ("grad-clip-misuse/before-unscale",))
+        yield Symptom(
+            "clip_before_unscale",
+            "problem",
+            text,
+            0,
+            line_of(run, "clip"),
+            ("grad-clip-misuse/before-unscale",),
+        )
 
 
 def zeroed_before_step(order: str) -> bool:

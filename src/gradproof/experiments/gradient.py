@@ -15,6 +15,13 @@ FAMILY_OF = {
     "changed by a hook": "wrong-gradient/hook",
 }
 
+# the call whose line is to blame
+LINE_OF = {
+    "zero-grad-error/stale": "backward",
+    "zero-grad-error/before-step": "zero_grad",
+    "grad-accumulation-error/overwritten": "zero_grad",
+}
+
 
 def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
     """Wrong backwards, cut paths and gradients that are not what backward brought; or, just as loudly, right."""
@@ -40,7 +47,9 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         if mismatch.parameter in idle or (stepped and mismatch.parameter not in stepped):
             continue
         if id := accumulated_wrongly(mismatch.how):
-            yield confirmed(id, str(mismatch), where=mismatch.parameter)
+            line = evidence.memory.get("facts", {}).get("lines", {}).get(LINE_OF[id])
+            where = f"{mismatch.parameter} ({line})" if line else mismatch.parameter
+            yield confirmed(id, str(mismatch), where=where)
             break
     wrong = [p for p in found.parameters if p.verdict == "wrong"]
     if wrong and not found.accumulation:

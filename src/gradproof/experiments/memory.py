@@ -149,7 +149,7 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
         for slot in operation.writes:
             if slot in parameters and len(sources) == 1 and operation.name in ("add_", "lerp_"):
                 followed[slot], lines[slot] = sources[0], operation
-    if len(followed) < 1:
+    if not followed:
         return
     ratios = []
     for slow, fast in followed.items():

@@ -82,6 +82,8 @@ def verdict_of(bad: FirstBad) -> Verdict:
     low = [operand for operand in bad.operands if operand.dtype in HALF]
     if low and bad.value == "inf" and bad.kind == "operation":
         family, what = "low-precision-error", f"overflow-in-{bad.operator}"
+    if low and bad.phase == "optimizer":  # ε and squares of gradients are zero in half precision
+        family, what = "low-precision-error", "optimizer-in-half"
     if bad.kind == "data":
         what = "data"
     if bad.kind == "memory never written":

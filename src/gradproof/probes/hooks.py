@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.session import Session
-from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
+from gradproof.probes.states import clip_coverage, loads, note_clip, note_line, optimizer_states
 
 
 def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
@@ -113,6 +113,7 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             weights = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
             weights += [None] * (len(losses) - len(weights))
+            note_line(session, "backward")
             session.backward_begins(losses, weights[: len(losses)])
             try:
                 return original(tensors, grad_tensors, *args, **kwargs)
@@ -128,6 +129,7 @@ def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
     def of_optimizer(original: Callable) -> Callable:
         def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if chosen(self):
+                note_line(session, "zero_grad")
                 session.zero_grad()
             return original(self, *args, **kwargs)
 
@@ -135,6 +137,7 @@ def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
 
     def of_module(original: Callable) -> Callable:
         def zero_grad(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            note_line(session, "zero_grad")
             session.zero_grad()
             return original(self, *args, **kwargs)
 
@@ -216,6 +219,7 @@ def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
             own = getattr(self, "_step_count", 0) == 0  # the scheduler's own call, in its constructor
             result = original(self, *args, **kwargs)
             if not own and chosen(self.optimizer):
+                note_line(session, "scheduler")
                 session.scheduler_stepped()
             return result
 
@@ -225,6 +229,7 @@ def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             if chosen(self.optimizer):
+                note_line(session, "scheduler")
                 session.scheduler_stepped()
             return result
 

@@ -5,31 +5,20 @@ A global module hook is there only inside `no_grad` and `inference_mode` blocks:
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradproof.probes.names import user_frames
+from gradproof.probes.names import line_of, user_frames, user_line
 from gradproof.probes.session import Session
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 MOST_STEPS = 2000  # step numbers that are kept of each kind
-
-
-def user_line() -> str:
-    """file.py:line of the user's code that is running."""
-    return line_of(next(user_frames(), None))
-
-
-def line_of(frame: FrameType | None) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
 def evals(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:

@@ -6,6 +6,7 @@ Modules are found by looking through the live objects once, when a parameter is 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -101,6 +102,15 @@ def user_frames() -> Iterator[FrameType]:
         if frame.f_globals.get("__name__", "").split(".")[0] not in inside:
             yield frame
         frame = frame.f_back
+
+
+def user_line() -> str:
+    """file.py:line of the user's code that is running."""
+    return line_of(next(user_frames(), None))
+
+
+def line_of(frame: FrameType | None) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
 def find_variable(value: object, frames: Iterable[FrameType]) -> str | None:

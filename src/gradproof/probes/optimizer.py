@@ -41,16 +41,26 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         "groups": groups,
         "base_lr": base_lr(optimizer),
+        "line": MADE_WITH.get(optimizer, (0.0, ""))[1],
     }
 
 
-MADE_WITH: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
+# what an optimizer's maker asked for: learning rate, and the line where it was made
+MADE_WITH: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[float, str]] = weakref.WeakKeyDictionary()
+
+
+def remember(optimizer: torch.optim.Optimizer, line: str) -> None:
+    """Keep what a new optimizer was given, before a schedule changes it; a GPU's number is not waited for."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    known = [float(lr) for lr in rates if not isinstance(lr, Tensor) or lr.device.type == "cpu"]
+    if known and optimizer not in MADE_WITH:
+        MADE_WITH[optimizer] = (max(known), line)
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float | None:
     """The learning rate that was asked for, whatever a schedule has made of it; None where nobody saw it."""
     given = [float(group["initial_lr"]) for group in optimizer.param_groups if "initial_lr" in group]
-    return max(given) if given else MADE_WITH.get(optimizer)
+    return max(given) if given else MADE_WITH.get(optimizer, (None, ""))[0]
 
 
 def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str, Tensor, Tensor, float]]:

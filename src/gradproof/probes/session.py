@@ -25,7 +25,7 @@ from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
 from gradproof.probes.ledger import Ledger
 from gradproof.probes.modules import OutputProbe, recomputing
-from gradproof.probes.names import Names
+from gradproof.probes.names import Names, user_line
 from gradproof.probes.parameters import Parameters
 from gradproof.probes.schedule import EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
 from gradproof.probes.step import OpenStep
@@ -114,7 +114,7 @@ class Session:
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
-        optim.MADE_WITH.setdefault(optimizer, float(optim.largest_lr(optimizer)))
+        optim.remember(optimizer, user_line())
         self.names.learn(optim.parameters_of(optimizer))
         self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradproof.probes.modes import user_line
+from gradproof.probes.names import user_line
 from gradproof.probes.session import Session
 
 MOST = 20  # events kept of one kind
@@ -111,8 +111,16 @@ def _is_optimizer_state(value: Any) -> bool:
     return isinstance(value, dict) and {"state", "param_groups"} <= value.keys() and bool(value["state"])
 
 
+def note_line(session: Session, what: str) -> None:
+    """Where the script first clears, clips, schedules: the line that a finding about it names."""
+    lines = session.facts.setdefault("lines", {})
+    if what not in lines:
+        lines[what] = user_line()
+
+
 def note_clip(session: Session, parameters: Iterable[Tensor]) -> None:
     """Which parameters the next optimizer step finds clipped."""
+    note_line(session, "clip")
     session.facts.setdefault("_clipped", set()).update(id(p) for p in parameters)
 
 
