@@ -162,6 +162,11 @@ def rank(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(best.values())
 
 
-def _weight(finding: Finding) -> tuple[int, int, float]:
+# What any other proven problem explains: whatever stops a network from learning makes its steps look too short.
+EXPLAINED_BY_OTHERS = ("lr-too-low",)
+
+
+def _weight(finding: Finding) -> tuple[int, int, bool, float]:
     step = float("inf") if finding.step is None else finding.step
-    return LEVELS.index(finding.level), CONFIDENCES.index(finding.confidence), step
+    explained = finding.family in EXPLAINED_BY_OTHERS
+    return LEVELS.index(finding.level), CONFIDENCES.index(finding.confidence), explained, step

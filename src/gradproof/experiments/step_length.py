@@ -25,7 +25,7 @@ class Probe:
         """Downhill at first, and up again, above the start, at the end."""
         end = self.losses[1.0]
         up = end > self.start + 1e-5 * abs(self.start) + 1e-9 or not math.isfinite(end)
-        return up and any(self.losses[share] < self.start - 1e-7 * abs(self.start) for share in (0.01, 0.1))
+        return up and self.losses[0.01] < self.start - 1e-7 * abs(self.start)
 
     @property
     def best(self) -> float:
