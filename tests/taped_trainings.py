@@ -15,7 +15,9 @@ def examine(experiment, model, optimizers, step, steps=4, memory=None, models=No
             loss = step()
         assert not tape.broken
         losses.append(float(loss))
-        verdicts += experiment(Evidence(tape, number, models or {"": model}, optimizers, losses, memory=memory))
+        verdicts += experiment(
+            Evidence(tape, number, models or {"": model}, optimizers, losses, memory=memory)
+        )
     return verdicts
 
 

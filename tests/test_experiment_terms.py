@@ -108,3 +108,18 @@ def test_micro_batches(divisor, ids):
         optimizer.step()
     evidence = Evidence(tape, 1, {"": model}, [optimizer], [1.0])
     assert confirmed_ids(do_micro_batches_add_up, evidence) == ids
+
+
+def test_a_closure_called_many_times_accumulates_nothing():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), CLASS)
+        loss.backward()
+        return loss
+
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        optimizer.step(closure)
+    assert not confirmed_ids(do_micro_batches_add_up, Evidence(tape, 1, {"": model}, [optimizer], [1.0]))

@@ -51,10 +51,7 @@ def test_units_that_answer_are_silent(activation):
 def test_predictions_at_the_limit_of_a_clamp():
     model = Net(F.relu, end=lambda out: out.clamp(0, 1))
     found = verdicts(model, are_predictions_stuck, scale=3.0)
-    assert (
-        ids(found) == {"dead-activation/clamped-output"}
-        and "test_experiment_units.py" in found[0].where
-    )
+    assert ids(found) == {"dead-activation/clamped-output"} and "test_experiment_units.py" in found[0].where
 
 
 def test_clamp_that_is_never_reached_is_silent():

@@ -17,8 +17,8 @@ def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
     """k backwards from one line, each of a mean, have to be divided by k to be the mean of the whole batch."""
     calls = [call for call in evidence.tape.top_backwards if call.accumulates and len(call.roots) == 1]
     lines = {(call.line.file, call.line.number) for call in calls if call.line is not None}
-    if len(calls) < 2 or len(lines) != 1:
-        return
+    if len(calls) < 2 or len(lines) != 1 or any(type(o).__name__ == "LBFGS" for o in evidence.optimizers):
+        return  # a closure that is called again starts again
     terms = [term for call in calls for term in take_apart(evidence.flow, call.roots[0])]
     if not terms or not all(term.mean for term in terms):
         return

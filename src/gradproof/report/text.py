@@ -30,7 +30,9 @@ def _headline(diagnosis: Diagnosis, paint) -> str:
     if diagnosis.worst in (None, "note"):
         notes = len(diagnosis.causes)
         more = f" {notes} note{'s' if notes > 1 else ''} below." if notes else ""
-        return f"{paint('bold', where)}\n{paint('good', 'Nothing is wrong that this record could show.')}{more}"
+        return (
+            f"{paint('bold', where)}\n{paint('good', 'Nothing is wrong that this record could show.')}{more}"
+        )
     first = diagnosis.causes[0]
     place = f", at {first.where}" if first.where else ""
     return (

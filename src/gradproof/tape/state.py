@@ -53,7 +53,10 @@ from gradproof.tape.tensors import (
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HIDDEN = (
     os.path.dirname(os.path.abspath(torch.__file__)),
-    *(os.path.join(_OWN, room) for room in ("tape", "probes", "experiments", "integrations", "commands", "cli.py")),
+    *(
+        os.path.join(_OWN, room)
+        for room in ("tape", "probes", "experiments", "integrations", "commands", "cli.py")
+    ),
     "<",
 )
 _WHOLE_STORAGE = 1 << 20  # bytes: a leaf's memory up to this size, or twice the leaf, is kept whole
