@@ -45,6 +45,7 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             "each target is the token that its own prediction was made from: copying solves it",
             where=where,
             fix="shift by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
+            level="problem" if is_causal(grid) else "warning",  # an encoder may be asked to copy
             lasting=True,
         )
     elif exact and min(exact) > 1:
@@ -66,6 +67,16 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             confidence="likely",
             lasting=True,
         )
+
+
+def is_causal(grid: Grid) -> bool:
+    """Whether a changed token moves no earlier prediction."""
+    middle = grid.targets.shape[1] // 2
+    found = grid.perturb(0, middle)
+    if found is None or not middle:
+        return False
+    change = found[1][0]
+    return float(change[:middle].max()) <= 1e-3 * float(change[middle])
 
 
 def can_copy(grid: Grid) -> bool:
