@@ -173,9 +173,9 @@ def _stats_of_chunk(chunk: Tensor, scratch: Tensor, tiny: float) -> list[float]:
     sumsq = _accurate_sum(squares)
     if not math.isfinite(sumsq):  # NaN, inf, or a square that overflowed
         return look_closely(chunk[None])[0].tolist()
-    least, most = (extreme.item() for extreme in torch.aminmax(squares))
+    least = squares.amin().item()
     low, high = (extreme.item() for extreme in torch.aminmax(x))
-    if most < SAFE_SQUARE:
+    if max(low * low, high * high) < SAFE_SQUARE:
         wide = x.double()
         sumsq = torch.dot(wide, wide).item()
     zero = subnormal = 0
@@ -187,11 +187,10 @@ def _stats_of_chunk(chunk: Tensor, scratch: Tensor, tiny: float) -> list[float]:
 
 
 def _accurate_sum(x: Tensor) -> float:
-    """Sums of 64 in the tensor's own precision (two additions a lane, then a tree), the rest in float64."""
-    whole = len(x) // 64 * 64
-    return (
-        x[:whole].view(-1, 64).sum(1).sum(dtype=torch.float64) + x[whole:].sum(dtype=torch.float64)
-    ).item()
+    """Sums of 128 in the tensor's own precision (four additions a lane, then a tree), the rest in float64."""
+    whole = len(x) // 128 * 128
+    total = x[:whole].view(-1, 128).sum(1).sum(dtype=torch.float64).item()
+    return total + x[whole:].sum(dtype=torch.float64).item() if whole < len(x) else total
 
 
 def _count_small(x: Tensor, squares: Tensor, tiny: float) -> tuple[int, int]:
