@@ -486,18 +486,29 @@ def test_nonfinite_values_are_shown_as_what_they_are(tmp_path):
     assert first.family == "forward-nonfinite" and first.step == 4
 
 
-def test_cost_is_stated_and_a_budget_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(Purse, "GRACE", 0.02)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)])
+def train_small_steps(path, steps, **options):
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     optimizer_ = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with watch(model, optimizer_, out=tmp_path / "run", budget=0.01):
-        for _ in range(400):
+    with watch(model, optimizer_, out=path, **options):
+        for _ in range(steps):
             optimizer_.zero_grad()
-            model(torch.randn(64, 64)).square().mean().backward()
+            model(torch.randn(8, 16)).square().mean().backward()
             optimizer_.step()
-    cost = open_run(tmp_path / "run").info["cost"]
-    assert cost["steps"] == 400 and cost["bare_steps"] > 0 and cost["budget"] == 0.01
-    assert cost["share"] < 0.25  # three whole steps and the grace weigh in such a short run
+    return open_run(path)
+
+
+def test_a_budget_that_is_asked_for_is_kept_even_by_tiny_steps(tmp_path):
+    run = train_small_steps(tmp_path / "run", 10_000, budget=0.05)
+    cost = run.info["cost"]
+    assert cost["steps"] == 10_000 and cost["unseen_steps"] == 10_000 - len(run) > 0
+    assert run.steps["step"].max() > 8_000 and (np.diff(run.steps["step"]) > 0).all()  # it goes on looking
+    assert cost["share"] < 0.05 + 0.1 / cost["wall_seconds"]  # the first three steps and the end are dear
+
+
+def test_without_a_budget_every_step_has_its_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(Purse, "GRACE", 0.0)
+    run = train_small_steps(tmp_path / "run", 300)
+    assert len(run) == 300 and run.info["cost"]["unseen_steps"] == 0 < run.info["cost"]["bare_steps"]
 
 
 @pytest.mark.slow

@@ -125,8 +125,9 @@ class Purse:
     GRACE = 0.25  # seconds that may be spent before there is income: the first steps tell most
     FIRST = 3  # steps that are measured whole in any case
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, budget: float, grace: float | None = None) -> None:
         self.budget = budget
+        self.grace = self.GRACE if grace is None else grace
         self.spent = 0.0
         self._deep_spent = 0.0
         self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
@@ -137,7 +138,7 @@ class Purse:
         if step < self.FIRST:
             return EVERYTHING
         self.wanted += 1
-        half = (self.GRACE + self.budget * elapsed) / 2
+        half = (self.grace + self.budget * elapsed) / 2
         deep_left = half - self._deep_spent
         light_left = half - (self.spent - self._deep_spent)
         if self._price[EVERYTHING] <= deep_left:
@@ -146,6 +147,10 @@ class Purse:
             return LIGHT
         self.left_out += 1
         return BARE
+
+    def overdrawn(self, elapsed: float) -> bool:
+        """More was spent than the budget allows, grace apart."""
+        return self.spent > self.budget * elapsed
 
     def pay(self, depth: int, seconds: float) -> None:
         """Book what a step has cost."""

@@ -27,13 +27,22 @@ from gradproof.probes.ledger import Ledger
 from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, user_line
 from gradproof.probes.parameters import Parameters
-from gradproof.probes.schedule import EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
+from gradproof.probes.schedule import BARE, EVERYTHING, LIGHT, OPTIMIZER, PARAMETERS, Moment, Purse, Rule
 from gradproof.probes.step import OpenStep
 from gradproof.probes.taping import Taping
 from gradproof.record.writer import RunWriter
 
 CLOSE_LOOK = 5  # steps measured whole after the first non-finite value
 BETWEEN_SAMPLES = 1.0  # seconds between two steps whose distributions are taken
+
+
+# what a step that is passed over does not look at; the last two end it
+STEP_EVENTS = frozenset(
+    (
+        *("zero_grad", "scaled", "backward_begins", "backward_ends", "unscaled", "clipped"),
+        *("optimizer_begins", "before_update", "scheduler_stepped", "after_update", "skipped"),
+    )
+)
 
 
 def guarded(method: Callable) -> Callable:
@@ -43,6 +52,8 @@ def guarded(method: Callable) -> Callable:
     def handler(self: Session, *args: Any) -> Any:
         if not self.alive or os.getpid() != self.pid:
             return None
+        if self._unseen and method.__name__ in STEP_EVENTS:
+            return self._pass_over(method.__name__)
         start = time.perf_counter()
         try:
             if self.taping is None or not self.taping.active:
@@ -85,11 +96,15 @@ class Session:
         self.failure: str | None = None
         self.own_seconds = 0.0
         self.began = time.perf_counter()
-        self.purse = Purse(0.02 if budget is None else budget)
+        self.purse = Purse(0.02) if budget is None else Purse(budget, grace=0.0)
         self.step = 0
         self.counts = {"backward": 0, "zero_grad": 0, "clip": 0, "scheduler": 0, "skipped": 0}
         self._rules = rules
         self._limited = budget is not None or not rules
+        self._strict = budget is not None  # a budget that was asked for is kept, if need be by not looking
+        self._unseen = False
+        self._passed_over = 0
+        self._paid = 0.0  # of own_seconds, what the purse knows of
         self._on_row = on_row
         self._epoch, self._batch = 0, 0
         self._nonfinite_step: int | None = None
@@ -379,9 +394,13 @@ class Session:
             self.taping.begin(self.step, self._compiled)
 
     def _begin_step(self) -> None:
-        if self.step > Purse.FIRST:  # what is measured in any case is not charged
-            self.purse.pay(self._open.depth, self.own_seconds - self._open.own_before)
-        depth = self._choose_depth()
+        if self.step > Purse.FIRST or self._strict:  # by default, what is measured in any case is not charged
+            self.purse.pay(self._open.depth, self.own_seconds - self._paid)
+        self._paid = self.own_seconds
+        self._unseen = self._must_pass_over()
+        self._open_step(BARE if self._unseen else self._choose_depth())
+
+    def _open_step(self, depth: int) -> None:
         now = time.perf_counter()
         sampled = depth >= EVERYTHING and (
             self.step < Purse.FIRST or now - self._last_sampled > BETWEEN_SAMPLES
@@ -389,11 +408,26 @@ class Session:
         if sampled:
             self._last_sampled = now
         self._open = OpenStep(depth, sampled)
-        self._open.own_before = self.own_seconds
         if depth >= EVERYTHING and not self._compiled:
             self._outputs.attach()
         else:
             self._outputs.detach()
+
+    def _must_pass_over(self) -> bool:
+        """A step that even its own row would make too dear, under a budget that was asked for."""
+        taped = self.taping is not None and self.taping.active
+        if not self._strict or taped or self.step < Purse.FIRST:
+            return False
+        return self.purse.overdrawn(time.perf_counter() - self.began)
+
+    def _pass_over(self, event: str) -> None:
+        if event in ("after_update", "skipped") and not recomputing():
+            self.step += 1
+            self._batch += 1
+            self._passed_over += 1
+            self._unseen = self._must_pass_over()
+            if not self._unseen:
+                self._open_step(self._choose_depth())
 
     def _choose_depth(self) -> int:
         since = None if self._nonfinite_step is None else self.step - self._nonfinite_step
@@ -458,6 +492,7 @@ class Session:
             "experiment_seconds": round(self.taping.spent, 4) if self.taping else 0.0,
             "taped_steps": self.taping.taped if self.taping else 0,
             "bare_steps": self.purse.left_out,
+            "unseen_steps": self._passed_over,
             "budget": self.purse.budget if self._limited else None,
         }
 

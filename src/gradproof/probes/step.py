@@ -25,7 +25,6 @@ class OpenStep:
         self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
         self.norms: list[str] = []
         self.reading = Reading()
-        self.own_before = 0.0
         self._kept: list[tuple[str, str, Tensor]] = []
         self._kept_size = 0
 

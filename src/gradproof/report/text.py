@@ -80,6 +80,8 @@ def _footer(diagnosis: Diagnosis, paint) -> str:
                 f" (the first steps are measured whole); to keep to {100 * cost['budget']:g} % after them, "
                 f"{cost['bare_steps']} of {cost['steps']} steps have only loss and learning rate"
             )
+        if cost.get("unseen_steps"):
+            text += f"; {cost['unseen_steps']} of {cost['steps']} steps were not looked at"
         lines.append(paint("dim", textwrap.fill(text + ".", WIDTH)))
     else:
         lines.append(paint("dim", "gradproof's cost is not known: the run has not ended, or was killed."))
