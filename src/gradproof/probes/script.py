@@ -148,7 +148,7 @@ def run_program(
         on_row=None if quiet else show,
     )
     if examiner is not None:
-        session.taping = Taping(session.names, examiner(session), only=until)
+        session.taping = Taping(session.names, examiner(session), only=until, budget=budget)
     session.stop_after = stop_after if until is None else until + 1
     with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
         if fix is not None:
