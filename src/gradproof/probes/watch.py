@@ -21,6 +21,7 @@ from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
+from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY, describe_source
 from gradproof.record.writer import RunWriter
 
 
@@ -135,8 +136,10 @@ def open_session(
     found, world = rank_and_world()
     path = Path(f"{out}.rank{found}") if found and rank is None else Path(out)
     rank = found if rank is None else rank
+    source, script = describe_source(command[0] if command else None)
     info = {
         "command": list(command),
+        "source": source,
         "directory": os.getcwd(),
         "began": time.time(),
         "rank": rank,
@@ -145,6 +148,8 @@ def open_session(
         "versions": versions(),
     }
     writer = RunWriter(path, info)
+    if 0 < len(script) <= LARGEST_COPY:
+        writer.keep_file(SCRIPT_COPY, script)
     return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
 
 

@@ -73,6 +73,10 @@ class RunWriter:
         event = {"event": name, "time": round(time.time(), 3), **facts}
         self._append(EVENTS_FILE, (json_line(event) + "\n").encode())
 
+    def keep_file(self, name: str, data: bytes) -> None:
+        """A file beside the record, as it is: the script that ran."""
+        self._append(name, data)
+
     def save_info(self) -> None:
         """Replace run.json as a whole, if something in it changed."""
         if self.broken or not self._info_changed:
