@@ -7,12 +7,7 @@ The run is synthetic (every statistic of every tensor at every step, 1 GB), the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 

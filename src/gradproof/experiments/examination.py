@@ -41,6 +41,7 @@ from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
+from gradproof.tape.shadow import Shadow
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
@@ -85,6 +86,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 )
 
 
+MOST_SHADOWS = 12  # taped steps whose gradients are kept parameter by parameter
+
+
 class Examination:
     """All experiments of one training; `memory` is theirs to keep between steps."""
 
@@ -94,6 +98,7 @@ class Examination:
         self._memory: dict[str, Any] = {"facts": session.facts}
         self._said: dict[tuple[str, str], dict[str, Any]] = {}
         self._failed: set[str] = set()
+        self._shadows = 0
         self.seconds: dict[str, float] = {}
 
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
@@ -109,6 +114,9 @@ class Examination:
         )
         for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
             self._run(experiment, evidence)
+        if "shadow" in vars(evidence) and self._shadows < MOST_SHADOWS:  # one of them asked for it
+            self._shadows += 1
+            self._writer.write_event("shadow", step=step, **describe_shadow(evidence.shadow))
 
     def _run(self, experiment: Experiment, evidence: Evidence) -> None:
         name = experiment.__name__
@@ -140,3 +148,23 @@ class Examination:
             return
         self._said[key] = facts
         self._writer.write_event("verdict", experiment=experiment, step=step, **facts)
+
+
+def describe_shadow(found: Shadow) -> dict[str, Any]:
+    """The gradients of a step against float64, parameter by parameter, as the run keeps them."""
+    return {
+        "loss": found.loss,
+        "true_loss": found.true_loss,
+        "parameters": [
+            {
+                "name": p.name,
+                "verdict": p.verdict,
+                "error": p.error,
+                "tolerance": p.tolerance,
+                "cosine": p.cosine,
+                "pattern": p.pattern,
+            }
+            for p in found.parameters
+        ],
+        "notes": found.notes,
+    }

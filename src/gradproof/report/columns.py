@@ -49,7 +49,9 @@ def upper_half(values: np.ndarray) -> np.ndarray:
     bits = values.view("<u4")
     rounded = (bits + np.uint32(0x8000)) >> np.uint32(16)
     special = ~np.isfinite(values)
-    quiet = np.isnan(values).astype(np.uint32) << np.uint32(6)  # a NaN must not lose its last bit and be an Inf
+    quiet = np.isnan(values).astype(np.uint32) << np.uint32(
+        6
+    )  # a NaN must not lose its last bit and be an Inf
     return np.where(special, (bits >> np.uint32(16)) | quiet, rounded).astype("<u2")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ def thin_curve(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.nda
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
     kept = {0, count - 1}
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         if finite[start:end].any():
             kept.update((start + int(np.argmin(low[start:end])), start + int(np.argmax(high[start:end]))))
         if not finite[start:end].all():
@@ -51,7 +52,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class History:
-    """All tensors over stretches of measured steps: `high[t, b]` of tensor t in the stretch from first[b] to last[b]."""
+    """All tensors over stretches of measured steps: `high[t, b]` of tensor t from step first[b] to last[b]."""
 
     first: np.ndarray  # (bins,)
     last: np.ndarray
@@ -92,7 +93,9 @@ def thin_tensors(run: Run, fine: int, coarse: int) -> tuple[History, Details, La
     is_output = np.array([t["kind"].startswith("output") for t in run.tensors], dtype=bool)
     extra_of = np.array([PLACE[EXTRA.get(t["kind"], "cosine")] for t in run.tensors], dtype=np.int64)
     for index, frame in enumerate(run.frames):
-        known = frame.numbers < tensors  # a growing run may have frames of tensors that run.json does not name yet
+        known = (
+            frame.numbers < tensors
+        )  # a growing run may have frames of tensors that run.json does not name yet
         numbers, values = frame.numbers[known], frame.values[known]
         size, flags = sizes(values, is_output[numbers])
         row = fine_of[index]
