@@ -46,7 +46,7 @@ class Runs:
                 f"there is no directory {self.path}; `gradproof run train.py` makes runs under runs/"
             )
         self.only = self.path.name or "run" if (self.path / INFO_FILE).exists() else None
-        self._packed: dict[str, tuple[Any, dict[str, str]]] = {}
+        self._packed: dict[str, dict[str, str]] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -81,9 +81,9 @@ class Runs:
         with lock:
             version = version_of(folder)
             kept = self._packed.get(name)
-            if kept is None or kept[0] != version:
-                self._packed[name] = kept = (version, pack_run(open_run(folder)))
-            return kept[1]
+            if kept is None or kept["version"] != version:
+                self._packed[name] = kept = {**pack_run(open_run(folder)), "version": version}
+            return kept
 
     def compare(self, names: list[str]) -> dict[str, Any]:
         if not 2 <= len(names) <= MOST_COMPARED:
@@ -92,16 +92,16 @@ class Runs:
         return pack_runs(runs, [diagnose(run) for run in runs])
 
 
-def version_of(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Changes when a run's files do."""
+def version_of(folder: Path) -> str:
+    """A word that changes when a run's files do."""
     found = []
     for name in (STEPS_FILE, FRAMES_FILE, EVENTS_FILE, INFO_FILE):
         try:
             status = (folder / name).stat()
-            found.append((status.st_size, status.st_mtime_ns))
+            found.append(f"{status.st_size}.{status.st_mtime_ns}")
         except OSError:
-            found.append((0, 0))
-    return tuple(found)
+            found.append("0")
+    return "-".join(found)
 
 
 def summarise(name: str, folder: Path) -> dict[str, Any]:
@@ -235,19 +235,20 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        version, rest, said = version_of(folder), 0.0, time.monotonic()
-        self._say("hello")
-        ended = has_ended(folder)
-        while not ended and not self.server.stopping.wait(max(LOOK_EVERY, rest)):
-            now = version_of(folder)
+        version = query.get("since", [""])[0]  # of what the page has
+        ended, rest, said = False, 0.0, time.monotonic()
+        while not ended and not self.server.stopping.is_set():
+            now, ended = version_of(folder), has_ended(folder)
             if now != version:
-                version, ended = now, has_ended(folder)
+                version = now
                 rest = REST * self._read_ahead(_one(query))
                 self._say("grown")
                 said = time.monotonic()
             elif time.monotonic() - said > QUIET:
                 self._say("quiet")
                 said = time.monotonic()
+            if not ended:
+                self.server.stopping.wait(max(LOOK_EVERY, rest))
         self._say("ended")
 
     def _read_ahead(self, name: str) -> float:

@@ -24,8 +24,8 @@ function renderHealthy(run, notes) {
   return h(
     "article",
     { class: "verdict card good" },
-    h("h1", {}, "Nothing is wrong that this record could show"),
-    h("p", {}, `${plural(run.facts.steps, "step")} and ${plural(run.facts.diagnosis.excluded.length, "cause")} tested`, notes ? `; ${plural(notes, "note")} below.` : "."),
+    h("h1", {}, run.facts.status.ended ? "Nothing is wrong that this record could show" : "Nothing is wrong so far that this record could show"),
+    h("p", {}, `${plural(run.facts.steps, "step")} recorded, ${plural(run.facts.diagnosis.excluded.length, "cause")} tested and excluded`, notes ? `; ${plural(notes, "note")} below.` : "."),
   );
 }
 

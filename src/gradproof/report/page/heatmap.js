@@ -122,7 +122,7 @@ class Heatmap {
     fill(
       this.rug,
       `${plural(this.run.history.frames, "measured step")}` +
-        (thinned ? `, drawn as ${plural(measured, "stretch")}es` : "") +
+        (thinned ? `, drawn as ${measured} stretches` : "") +
         (thinned && !this.quantity.detail ? " with their highest values" : "") +
         "; a column holds until the next measured step (ticks below the map). Red: NaN or Inf. Click a cell.",
     );

@@ -36,27 +36,20 @@ function stopFollowing() {
 async function followRun(name) {
   const query = `run=${encodeURIComponent(name)}`;
   let shown = false;
-  let busy = false;
-  let again = false;
+  let version = "";
+  let loading = Promise.resolve();
   const load = async () => {
-    if (busy) {
-      again = true;
-      return;
-    }
-    busy = true;
-    const run = await unpackRun(await ask(`data?${query}`));
-    showRun(run, shown);
+    const packed = await ask(`data?${query}`);
+    if (packed.version === version) return;
+    version = packed.version;
+    showRun(await unpackRun(packed), shown);
     shown = true;
-    busy = false;
-    if (again) {
-      again = false;
-      await load();
-    }
   };
   await load();
-  source = new EventSource(`events?${query}`);
-  source.addEventListener("grown", load);
-  source.addEventListener("ended", () => stopFollowing());
+  const stream = new EventSource(`events?${query}&since=${encodeURIComponent(version)}`);
+  stream.addEventListener("grown", () => (loading = loading.then(load)));
+  stream.addEventListener("ended", () => stream.close());
+  source = stream;
 }
 
 async function listRuns() {

@@ -62,6 +62,8 @@ function showRun(run, again) {
   renderHeader(run);
 }
 
+const FRESH = 60; // seconds since the last row within which a run without an end is taken to be alive
+
 function openDetails() {
   return [...document.querySelectorAll("main details")].map((each) => each.open);
 }
@@ -76,8 +78,8 @@ function renderNotes(run) {
   const { status, notes } = run.facts;
   const lines = [...notes];
   if (status.failure) lines.push(`Watching ended early: ${status.failure}`);
-  if (!status.ended) {
-    const ago = status.written ? (Date.now() / 1000 - status.written) : NaN;
+  const ago = status.written ? Date.now() / 1000 - status.written : NaN;
+  if (!status.ended && !(page.live && ago < FRESH)) {
     const written = Number.isFinite(ago) && ago >= 0 ? `; the last row was written ${duration(ago)} ago` : "";
     lines.unshift(`No end was recorded: it is still running, or its process was killed${written}.`);
   }

@@ -60,13 +60,19 @@ function ticks(from, to, most) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw * 0.999);
   const found = [];
-  for (let place = Math.ceil(from / size - 1e-9); place * size <= to + size * 1e-9; place++) found.push(place * size);
+  for (let place = Math.ceil(from / size - 1e-9); place * size <= to + size * 1e-9; place++) found.push(place * size + 0); // not −0
   return found;
 }
 
 function logTicks(from, to, most) {
   const powers = ticks(Math.log10(from), Math.log10(to), most).filter((each) => Number.isInteger(each));
-  return powers.length > 1 ? powers.map((each) => 10 ** each) : ticks(from, to, most).filter((each) => each > 0);
+  if (powers.length > 2) return powers.map((each) => 10 ** each);
+  const found = [];
+  for (let power = Math.floor(Math.log10(from)); 10 ** power <= to; power++) {
+    for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
+  }
+  const inside = found.filter((each) => each >= from && each <= to);
+  return inside.length > 1 ? inside : ticks(from, to, most).filter((each) => each > 0);
 }
 
 const MARGIN = { left: 58, right: 12, top: 10, bottom: 22 };
@@ -82,6 +88,7 @@ class Plot {
     this.overlay = h("canvas", { class: "overlay", "aria-hidden": "true" });
     this.labels = h("div", { class: "ticks", "aria-hidden": "true" });
     this.legend = h("div", { class: "legend" });
+    this.logButton = h("button", { class: "chip", title: "logarithmic scale", "aria-pressed": String(this.log), onclick: () => this.toggleLog() }, "log");
     this.box = h("div", { class: "drawing" }, this.canvas, this.overlay, this.labels);
     this.element = h(
       "figure",
@@ -90,8 +97,7 @@ class Plot {
         "figcaption",
         {},
         h("h3", {}, this.options.title),
-        this.options.log !== undefined &&
-          h("button", { class: "quiet", title: "logarithmic or linear scale", onclick: () => this.toggleLog() }, "log"),
+        this.options.log !== undefined && this.logButton,
         this.legend,
       ),
       this.box,
@@ -121,6 +127,7 @@ class Plot {
 
   toggleLog() {
     this.log = !this.log;
+    this.logButton.setAttribute("aria-pressed", String(this.log));
     this.draw();
   }
 
@@ -203,6 +210,8 @@ class Plot {
     context.lineJoin = "round";
     context.beginPath();
     const start = Math.max(0, placeOf(steps, from));
+    const long = longGap(steps);
+    const gaps = new Path2D();
     let [open, drawn] = [false, 0];
     const bad = [];
     for (let i = start; i < steps.length; i++) {
@@ -212,7 +221,12 @@ class Plot {
         open = false;
       } else {
         const [x, y] = [this.x(steps[i]), this.y(value)];
-        if (open) context.lineTo(x, y);
+        const far = open && steps[i] - steps[i - 1] > long;
+        if (far) {
+          gaps.moveTo(this.x(steps[i - 1]), this.y(values[i - 1]));
+          gaps.lineTo(x, y);
+        }
+        if (open && !far) context.lineTo(x, y);
         else context.moveTo(x, y);
         if (!open && (i + 1 === steps.length || !Number.isFinite(values[i + 1]))) context.lineTo(x + 0.1, y);
         open = true;
@@ -221,6 +235,9 @@ class Plot {
       if (steps[i] > to) break;
     }
     context.stroke();
+    context.setLineDash([2, 4]); // nothing was measured there
+    context.globalAlpha = 0.5 * (line.alpha ?? 1);
+    context.stroke(gaps);
     context.setLineDash([]);
     context.globalAlpha = 1;
     if (drawn === 1 || line.points) this.drawPoints(context, line, start, to);
@@ -285,6 +302,13 @@ class Plot {
       mark && h("span", { class: `entry ${mark.level}` }, mark.text),
     );
   }
+}
+
+/** Steps between two points that are too many for a line to be drawn through: ten times the usual. */
+function longGap(steps) {
+  if (steps.length < 3) return Infinity;
+  const gaps = Array.from(steps.slice(1), (step, i) => step - steps[i]).sort((a, b) => a - b);
+  return 10 * Math.max(1, gaps[gaps.length >> 1]);
 }
 
 function tickText(value, asPercent) {

@@ -289,7 +289,7 @@ function renderExponents(run, number) {
   const mine = all.subarray(number * size, (number + 1) * size);
   let [lowest, highest] = [packed.bins, -1];
   for (let i = 0; i < size; i++) {
-    if (!mine[i]) continue;
+    if (!mine[i] || i % packed.bins === 0) continue; // the lowest bin holds the zeros
     lowest = Math.min(lowest, i % packed.bins);
     highest = Math.max(highest, i % packed.bins);
   }
@@ -317,6 +317,7 @@ function renderExponents(run, number) {
     h("h3", {}, "Exponents of its entries"),
     h("div", { class: "exponent-box" }, h("div", { class: "powers" }, power(highest), power(lowest)), canvas),
     h("p", { class: "hint" }, `${plural(steps.length, "sampled step")}, ${steps[0]} to ${steps[steps.length - 1]}; brighter: more entries`),
+    h("p", { class: "hint" }, `at the last of them ${percent((mine[size - packed.bins] / 255) ** 2)} are zero or below 2^${packed.low + 2}`.replace("^-", "^−")),
     Number.isNaN(last[0]) ? null : h("dl", { class: "percentiles" }, packed.percentages.map((each, i) => h("div", {}, h("dt", {}, `${each} %`), h("dd", {}, short(last[i]))))),
   );
 }
