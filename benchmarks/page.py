@@ -1,15 +1,20 @@
 """What the page costs at 1,000 tensors × 20,000 steps: making the report, opening it, zooming in it, following a run.
 
-    python benchmarks/page.py [--steps 20000] [--tensors 1000] [--keep DIR]
+    python benchmarks/page.py [--steps 20000] [--tensors 1000]
 
 The run is synthetic (every statistic of every tensor at every step, 1 GB), the page is opened in Chromium.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +40,12 @@ def write_large_run(path: Path, tensors: int = 1000, steps: int = 20_000, seed: 
         "ended": time.time(),
         "versions": {"gradproof": "benchmark"},
     }
-    writer = RunWriter(path, info)
     per_kind = math.ceil(tensors / len(KINDS))
     names = [f"blocks.{i // len(OF_A_BLOCK)}.{OF_A_BLOCK[i % len(OF_A_BLOCK)]}" for i in range(per_kind)]
     keys = [(kind, name) for kind in KINDS for name in names][:tensors]
+    facts = {"shape": [256, 256], "dtype": "float32", "trainable": True, "optimizer": 0, "gradient": True}
+    info["parameters"] = [{"name": f"{name}.weight", **facts} for name in names]
+    writer = RunWriter(path, info)
     numbers = np.array(
         [
             writer.add_tensor(kind, name if kind.startswith("output") else f"{name}.weight", shape=[256, 256])
@@ -84,3 +91,133 @@ def write_large_run(path: Path, tensors: int = 1000, steps: int = 20_000, seed: 
         )
     writer.close()
     return writer.path
+
+
+def measure_report(run: Path, out: Path) -> dict[str, float]:
+    """`gradproof report` in a process of its own: seconds of its CPU, peak memory, size of the file."""
+    code = (
+        "import resource, sys, time\n"
+        "from gradproof.cli import main\n"
+        f"assert main(['report', {str(run)!r}, '-o', {str(out)!r}]) == 0\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, 'torch' in sys.modules)"
+    )
+    begin = time.perf_counter()
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wall = time.perf_counter() - begin
+    seconds, megabytes, torch = answer.stdout.splitlines()[-1].split()
+    assert torch == "False"
+    return {
+        "seconds": float(seconds),
+        "wall_seconds": wall,
+        "megabytes": float(megabytes),
+        "file_megabytes": out.stat().st_size / 1e6,
+    }
+
+
+def measure_page(browser: Any, file: Path) -> dict[str, Any]:
+    """Opening the page, and the median of 20 zooms with everything drawn anew, in a browser."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(file.as_uri())
+    page.wait_for_selector("html[data-ready]")
+    interactive = page.evaluate("ready.interactive")
+    zooms = page.evaluate(
+        """() => {
+            const times = [];
+            for (let i = 0; i < 20; i++) {
+                const begin = performance.now();
+                ui.view.zoomBy(i % 10 < 5 ? 0.6 : 1 / 0.6);
+                document.body.getBoundingClientRect();
+                times.push(performance.now() - begin);
+            }
+            return times.sort((a, b) => a - b);
+        }"""
+    )
+    page.close()
+    return {
+        "interactive_seconds": interactive / 1000,
+        "zoom_milliseconds": zooms[10],
+        "slowest_zoom_milliseconds": zooms[-1],
+        "errors": errors,
+    }
+
+
+TRAINING = """
+import sys, time, numpy as np
+sys.path.insert(0, {tests!r})
+from page_runs import RunMaker
+maker, begin = RunMaker({run!r}), time.process_time()
+pause = time.sleep
+for step in range(400):
+    maker.step(step)
+    a = np.random.rand(160, 160)
+    for _ in range(4): a = a @ a / 160
+    pause(0.002)
+print(time.process_time() - begin)
+"""
+
+
+def measure_following(directory: Path, pairs: int = 5) -> float:
+    """CPU time of a process that writes 400 steps, with the page following it, over the same without."""
+    tests = str(Path(__file__).parent.parent / "tests")
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(pairs):
+        for followed in (False, True) if pair % 2 else (True, False):
+            run = directory / f"run-{pair}-{followed}"
+            code = TRAINING.format(tests=tests, run=str(run))
+            training = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+            reader = follow(run) if followed else None
+            out, _ = training.communicate()
+            seconds[followed].append(float(out))
+            if reader:
+                reader.kill()
+                reader.wait()
+    return float(np.median(seconds[True]) / np.median(seconds[False]))
+
+
+def follow(run: Path) -> subprocess.Popen:
+    """A reader that asks for the run as a page does: a server, and its stream of events read to the end."""
+    code = (
+        "import threading, time, urllib.request\nfrom pathlib import Path\n"
+        "from gradproof.report.live import LiveServer, Runs\n"
+        f"while not (Path({str(run)!r}) / 'run.json').exists(): time.sleep(0.01)\n"
+        f"server = LiveServer(Runs({str(run)!r}))\n"
+        "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
+        f"urllib.request.urlopen(server.url + 'events?run={run.name}').read()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--tensors", type=int, default=1000)
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from page_runs import open_browser
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        run = write_large_run(place / "large", args.tensors, args.steps)
+        size = sum(file.stat().st_size for file in run.iterdir()) / 1e9
+        print(f"{args.tensors} tensors × {args.steps} steps, {size:.2f} GB on disk")
+        made = measure_report(run, place / "large.html")
+        print(
+            f"report             {made['seconds']:.1f} s of CPU, {made['wall_seconds']:.1f} s wall  (bar 20)"
+        )
+        print(f"peak memory        {made['megabytes']:.0f} MB  (bar 500)")
+        print(f"file               {made['file_megabytes']:.2f} MB  (bar 2)")
+        with open_browser() as browser:
+            shown = measure_page(browser, place / "large.html")
+        print(f"interactive after  {shown['interactive_seconds']:.2f} s  (bar 2)")
+        zoom, worst = shown["zoom_milliseconds"], shown["slowest_zoom_milliseconds"]
+        print(f"a zoom             {zoom:.0f} ms, the slowest of 20 {worst:.0f} ms  (bar 100)")
+        print(f"training followed  {measure_following(place):.3f} × its CPU time when not followed")
+
+
+if __name__ == "__main__":
+    main()

@@ -222,7 +222,11 @@ function redraw() {
   document.querySelectorAll("canvas.spark").forEach((canvas) => ui.run && drawSpark(ui.run, canvas));
 }
 
+/** When the browser has drawn what was made. */
+const drawn = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+
 const page = { live: false, open: null };
+const ready = { interactive: 0 }; // milliseconds from the beginning of loading
 
 async function start() {
   try {
@@ -239,6 +243,8 @@ async function start() {
   const packed = JSON.parse(document.getElementById("data").textContent);
   try {
     await (packed.live ? openLive(packed) : openFile(packed));
+    await drawn();
+    ready.interactive = performance.now();
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
     fill(document.querySelector("main"), h("p", { class: "notice" }, `The page could not be built: ${error.message}`));
