@@ -191,19 +191,19 @@ def find_marks(run: Run, diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
 
 def order_of_execution(run: Run) -> list[int]:
     """Numbers of all tensors, in the order in which the forward pass comes by; parameters stand at their module."""
-    place: dict[str, int] = {}
-    for tensor in run.tensors:
-        if tensor["kind"] == "output":
-            name = tensor["name"]
-            here = place.setdefault(name, len(place))
-            for end in [i for i, letter in enumerate(name) if letter == "."]:
-                place.setdefault(name[:end], here)  # a module runs no later than its first part
+    outputs = [tensor["name"] for tensor in run.tensors if tensor["kind"] == "output"]
+    ends = {name: place for place, name in enumerate(outputs)}
+    begins: dict[str, int] = {}  # a module with parts begins with the first of them
+    for place, name in enumerate(outputs):
+        for end in [*(i for i, letter in enumerate(name) if letter == "."), len(name)]:
+            begins.setdefault(name[:end], place)
     last: dict[str, int] = {}
 
     def position(number: int) -> tuple[int, int]:
         kind, name = run.tensors[number]["kind"], run.tensors[number]["name"]
-        module = name if kind.startswith("output") else name.rpartition(".")[0]
-        last[kind] = place.get(module, last.get(kind, -1))
+        is_output = kind.startswith("output")
+        found = ends.get(name) if is_output else begins.get(name.rpartition(".")[0])
+        last[kind] = last.get(kind, -1) if found is None else found
         return last[kind], number
 
     return [number for _, number in sorted(map(position, range(len(run.tensors))))]

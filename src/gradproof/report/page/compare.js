@@ -51,8 +51,8 @@ function renderOverlays(runs, labels, view) {
   return h(
     "div",
     { class: "plots" },
-    overlay(smooth ? "Loss, smoothed" : "Loss", smooth ? "loss_smooth" : "loss", { log: false, height: 220 }),
-    overlay("Learning rate", "lr", { log: false }),
+    overlay(smooth ? "Loss, smoothed" : "Loss", smooth ? "loss_smooth" : "loss", { log: "auto", height: 220 }),
+    overlay("Learning rate", "lr", { log: "auto" }),
     overlay("Gradient norm before the clip", "norm_before_clip", { log: true }),
     overlay("Gradient norm that the optimizer saw", "grad_norm", { log: true }),
     overlay("Clip rate", "clip_rate", { zeroToOne: true }),
@@ -81,7 +81,7 @@ function renderChanges(comparison) {
 function renderCode(comparison) {
   return comparison.code.map((diff, place) => {
     if (!diff) return null;
-    const lines = diff.split("\n").map((line) => h("span", { class: { "+": "added", "-": "removed", "@": "hunk" }[line[0]] || "" }, line || " "));
+    const lines = diff.split("\n").map((line, i) => h("span", { class: i < 2 ? "hunk" : { "+": "added", "-": "removed", "@": "hunk" }[line[0]] || "" }, line || " "));
     return h("details", { class: "card", open: true }, h("summary", {}, "Script of ", comparison.labels[place], " against ", comparison.labels[0]), h("pre", { class: "diff" }, lines));
   });
 }

@@ -29,6 +29,10 @@ function decode(block, [offset, length, type]) {
 /** A run as the page sees it. */
 class RunData {
   constructor(facts, block) {
+    const directory = facts.info.directory;
+    if (directory && directory.length > 1) {
+      for (const part of ["diagnosis", "verdicts"]) facts[part] = shorten(facts[part], `${directory}/`);
+    }
     this.facts = facts;
     this.name = facts.name;
     this.tensors = facts.tensors;
@@ -114,6 +118,14 @@ class RunData {
     this.parameters ??= new Map((this.facts.info.parameters || []).map((each) => [each.name, each]));
     return this.parameters.get(name);
   }
+}
+
+/** Paths below the directory that the script ran in, without it. */
+function shorten(data, directory) {
+  if (typeof data === "string") return data.replaceAll(directory, "");
+  if (Array.isArray(data)) return data.map((each) => shorten(each, directory));
+  if (data === null || typeof data !== "object") return data;
+  return Object.fromEntries(Object.entries(data).map(([name, value]) => [name, shorten(value, directory)]));
 }
 
 const key = (kind, name) => `${kind}\u0000${name}`;

@@ -26,8 +26,8 @@ function quantitiesOf(run) {
 }
 
 /** Rows, stretches and values of a quantity; NaN: not measured. */
-function layOut(run, quantity) {
-  const rows = run.ofKind(quantity.kind);
+function layOut(run, quantity, matricesOnly = false) {
+  const rows = run.ofKind(quantity.kind).filter((number) => !matricesOnly || isMatrix(run, number));
   const { bins, first, last, high, bad } = quantity.detail ? { ...run.details, bad: null } : run.history;
   const values = new Float32Array(rows.length * bins);
   const broken = new Uint8Array(rows.length * bins);
@@ -46,6 +46,10 @@ function layOut(run, quantity) {
     }
   });
   return { rows, bins, first, last, values, broken, log: !quantity.detail };
+}
+
+function isMatrix(run, number) {
+  return (run.parameter(run.tensors[number].name)?.shape || []).length > 1;
 }
 
 const ratio = (value, base) => (value === NOT_MEASURED || !(base > 0) ? NOT_MEASURED : value / base);
@@ -87,11 +91,14 @@ class Heatmap {
       { "aria-label": "what the heat map shows", onchange: (event) => this.choose(event.target.value) },
       quantities.map(({ id, label }) => h("option", { value: id }, label)),
     );
+    this.only = h("input", { type: "checkbox", id: "matrices", onchange: (event) => this.filter(event.target.checked) });
+    this.only.checked = state.matricesOnly;
+    this.onlyLabel = h("label", { for: "matrices" }, this.only, "matrices only");
     this.rug = h("p", { class: "hint" });
     this.element = h(
       "div",
       { class: "card" },
-      h("div", { class: "bar" }, this.select, this.scale),
+      h("div", { class: "bar" }, this.select, this.scale, this.onlyLabel),
       this.box,
       this.rug,
     );
@@ -107,11 +114,19 @@ class Heatmap {
     if (wanted) this.choose(wanted);
   }
 
+  filter(matricesOnly) {
+    this.state.matricesOnly = matricesOnly;
+    this.choose(this.quantity.id);
+  }
+
   choose(id) {
     this.state.quantity = id;
     this.select.value = id;
     this.quantity = QUANTITIES.find((each) => each.id === id);
-    this.layout = layOut(this.run, this.quantity);
+    const all = this.run.ofKind(this.quantity.kind);
+    const matrices = all.filter((number) => isMatrix(this.run, number)).length;
+    this.onlyLabel.hidden = !matrices || matrices === all.length; // nothing to choose from
+    this.layout = layOut(this.run, this.quantity, this.state.matricesOnly && !this.onlyLabel.hidden);
     this.limits = colourRange(this.layout);
     const count = this.layout.rows.length;
     this.rowHeight = Math.max(2, Math.min(18, Math.floor(620 / Math.max(1, count))));

@@ -14,7 +14,8 @@ const PARTS = [
 
 const ui = {
   view: null, // the shared View of the plots on screen
-  quantity: "gradient",
+  quantity: "gradient", // of the heat map
+  matricesOnly: false,
   picked: null, // {number, step}
   table: { search: "", kind: "gradient", sort: { id: "", down: false } },
 };

@@ -65,11 +65,12 @@ function ticks(from, to, most) {
 }
 
 function logTicks(from, to, most) {
-  const powers = ticks(Math.log10(from), Math.log10(to), most).filter((each) => Number.isInteger(each));
-  if (powers.length > 2) return powers.map((each) => 10 ** each);
+  const [low, high] = [Math.log10(from), Math.log10(to)];
+  const every = high - low > 2.2 ? Math.ceil((high - low) / most) : 0;
   const found = [];
-  for (let power = Math.floor(Math.log10(from)); 10 ** power <= to; power++) {
-    for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
+  for (let power = Math.floor(low); power <= high; power++) {
+    if (every && power % every) continue;
+    for (const digit of every ? [1] : [1, 2, 5]) found.push(digit * 10 ** power);
   }
   const inside = found.filter((each) => each >= from && each <= to);
   return inside.length > 1 ? inside : ticks(from, to, most).filter((each) => each > 0);
@@ -83,7 +84,7 @@ class Plot {
     this.view = view;
     this.lines = lines;
     this.options = { height: 170, marks: [], ...options };
-    this.log = Boolean(this.options.log);
+    this.log = this.options.log === "auto" ? spansDecades(lines) : Boolean(this.options.log);
     this.canvas = h("canvas", { role: "img", "aria-label": this.summary() });
     this.overlay = h("canvas", { class: "overlay", "aria-hidden": "true" });
     this.labels = h("div", { class: "ticks", "aria-hidden": "true" });
@@ -213,7 +214,7 @@ class Plot {
     const long = longGap(steps);
     const gaps = new Path2D();
     let [open, drawn] = [false, 0];
-    const bad = [];
+    const [bad, lonely] = [[], []];
     for (let i = start; i < steps.length; i++) {
       const value = values[i];
       if (!Number.isFinite(value) || (this.log && value <= 0)) {
@@ -223,6 +224,7 @@ class Plot {
         const [x, y] = [this.x(steps[i]), this.y(value)];
         const far = open && steps[i] - steps[i - 1] > long;
         if (far) {
+          lonely.push([x, y], [this.x(steps[i - 1]), this.y(values[i - 1])]);
           gaps.moveTo(this.x(steps[i - 1]), this.y(values[i - 1]));
           gaps.lineTo(x, y);
         }
@@ -241,6 +243,8 @@ class Plot {
     context.setLineDash([]);
     context.globalAlpha = 1;
     if (drawn === 1 || line.points) this.drawPoints(context, line, start, to);
+    context.fillStyle = color(line.color);
+    for (const [x, y] of lonely) context.fillRect(x - 1.5, y - 1.5, 3, 3);
     context.fillStyle = color("bad");
     for (const i of bad) context.fillRect(this.x(steps[i]) - 1, top, 2, 7); // NaN and Inf: a red tick at the top
   }
@@ -304,6 +308,19 @@ class Plot {
   }
 }
 
+/** Whether values are all above zero and so far apart that a linear scale would show only the largest. */
+function spansDecades(lines) {
+  let [low, high] = [Infinity, 0];
+  for (const { values } of lines) {
+    for (const value of values) {
+      if (value <= 0) return false;
+      if (value < low) low = value;
+      if (value > high && Number.isFinite(value)) high = value;
+    }
+  }
+  return high > 20 * low;
+}
+
 /** Steps between two points that are too many for a line to be drawn through: ten times the usual. */
 function longGap(steps) {
   if (steps.length < 3) return Infinity;
@@ -312,7 +329,7 @@ function longGap(steps) {
 }
 
 function tickText(value, asPercent) {
-  return asPercent ? `${Math.round(100 * value)} %` : short(Number(value.toPrecision(6)));
+  return asPercent ? `${Math.round(100 * value)} %` : short(Number(value.toPrecision(6))).replace(/\.?0+e/, "e");
 }
 
 /** Put a label at a place of its plot. */

@@ -22,15 +22,15 @@ function renderCurves(run, view) {
   const smoothed = lines("loss_smooth", { width: 2 });
   const raw = lines("loss", smoothed.length ? { alpha: 0.4, width: 1 } : {});
   const jumps = spikes.length && [{ label: "spikes", steps: spikes.map((s) => s.step), values: spikes.map((s) => s.value), color: "warning", width: 0, points: true }];
-  add("Loss", [raw, smoothed, jumps || []], { log: false, height: 220, hint: thinnedHint(run.curvesOf("loss")) });
-  add("Learning rate", [lines("lr")], { log: false });
+  add("Loss", [raw, smoothed, jumps || []], { log: "auto", height: 220, hint: thinnedHint(run.curvesOf("loss")) });
+  add("Learning rate", [lines("lr")], { log: "auto" });
   const before = lines("norm_before_clip", { color: "curve-2", alpha: 0.9 });
   add("Gradient norm", [before, lines("grad_norm"), lines("clip_limit", { color: "faint", dash: [5, 4], width: 1 })], { log: true });
   add("Clip rate", [lines("clip_rate")], { zeroToOne: true });
   add("Update / weight", [lines("update_ratio", { points: run.curvesOf("update_ratio").some((c) => c.steps.length < 60) })], { log: true });
   add("Cosine of successive gradients", [lines("cosine", { points: run.curvesOf("cosine").some((c) => c.steps.length < 60) })], {});
   add("Loss scale", [lines("loss_scale")], { log: true });
-  run.curvesOf("noted").forEach((curve) => add(visible(curve.label), [[{ ...curve, color: "curve-3", points: curve.steps.length < 60 }]], { log: false, hint: "noted by the script" }));
+  run.curvesOf("noted").forEach((curve) => add(visible(curve.label), [[{ ...curve, color: "curve-3", points: curve.steps.length < 60 }]], { log: "auto", hint: "noted by the script" }));
   return plots.length ? h("div", { class: "plots" }, plots) : missing("No curve was recorded.");
 }
 

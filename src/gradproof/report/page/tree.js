@@ -56,10 +56,13 @@ function renderTree(run, onPick) {
     node.own = health.get(node.name) || [];
     node.worst = Math.max(0, ...node.own.map(([level]) => GRAVITY[level]));
     node.entries = entriesOf(run, node);
+    node.below = new Map(); // what is said about parts: [level, words] -> how often
     for (const child of node.children.values()) {
       judge(child);
       node.worst = Math.max(node.worst, child.worst);
       node.entries += child.entries;
+      for (const [level, words] of child.own) count(node.below, `${level} ${words}`, 1);
+      for (const [said, times] of child.below) count(node.below, said, times);
     }
   };
   judge(root);
@@ -73,13 +76,21 @@ function renderTree(run, onPick) {
       modules.has(node.name) && h("small", {}, modules.get(node.name)),
       node.entries > 0 && h("small", {}, readable(node.entries)),
       node.own.map(([each, words]) => h("span", { class: `words ${each}` }, words)),
+      [...node.below].map(([said, times]) => {
+        const [each, words] = [said.slice(0, said.indexOf(" ")), said.slice(said.indexOf(" ") + 1)];
+        return h("span", { class: `words below ${each}` }, times > 1 ? `${times} × ${words}` : words);
+      }),
     ];
     if (!node.children.size) return h("li", {}, h("div", { class: "leaf" }, label));
     const children = [...node.children.values()].map((child) => render(child, depth + 1));
-    const open = depth < 1 || (node.worst >= GRAVITY.warning && depth < 3);
+    const open = node.worst === GRAVITY.problem || (depth < 1 && root.children.size < 3);
     return h("li", {}, h("details", { open }, h("summary", {}, label), h("ul", {}, children)));
   };
   return h("ul", { class: "tree" }, [...root.children.values()].map((child) => render(child, 0)));
+}
+
+function count(counts, said, times) {
+  counts.set(said, (counts.get(said) || 0) + times);
 }
 
 function entriesOf(run, node) {
