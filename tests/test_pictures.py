@@ -1,4 +1,7 @@
-"""The pictures in the docs, of real runs. To take them anew: GRADPROOF_PICTURES=docs/images pytest tests/test_pictures.py"""
+"""The pictures in the docs, of real runs:
+
+GRADPROOF_PICTURES=docs/images pytest tests/test_pictures.py
+"""
 
 import os
 import shutil
