@@ -1,7 +1,8 @@
 // Reads what report/columns.py and payload.py packed: facts as JSON, numbers as typed arrays.
 
 const NOT_MEASURED = -1;
-const BAD_NAN = 1, BAD_INF = 2;
+const BAD_NAN = 1,
+  BAD_INF = 2;
 
 async function inflate(text) {
   const letters = atob(text);
@@ -56,14 +57,22 @@ class RunData {
   }
 
   readHistory(packed) {
-    const [first, last, high, bad] = ["first", "last", "high", "bad"].map((name) => this.column(packed[name]));
+    const [first, last, high, bad] = ["first", "last", "high", "bad"].map((name) =>
+      this.column(packed[name]),
+    );
     const low = packed.low ? this.column(packed.low) : high;
     return { frames: packed.frames, first, last, high, low, bad, bins: first.length };
   }
 
   readDetails(packed) {
     const first = this.column(packed.first);
-    return { ...packed, first, last: this.column(packed.last), values: this.column(packed.values), bins: first.length };
+    return {
+      ...packed,
+      first,
+      last: this.column(packed.last),
+      values: this.column(packed.values),
+      bins: first.length,
+    };
   }
 
   /** Steps from the first to the last that anything was recorded at. */

@@ -31,12 +31,30 @@ function append(element, children) {
   }
 }
 
+/** In place of a part that was not recorded: what is missing, and how to get it. */
+const missing = (...text) => h("p", { class: "card missing" }, ...text);
+
 /** Replace what an element holds. */
 function fill(element, ...children) {
   element.replaceChildren();
   append(element, children);
   return element;
 }
+
+/** A part that can be opened; it stays as the reader left it when the page is made anew. `content()` is made on opening. */
+function foldable(name, open, attributes, summary, content) {
+  const wanted = opened.get(name) ?? open;
+  const element = h("details", { ...attributes, open: wanted }, summary, wanted && content());
+  let made = wanted;
+  element.addEventListener("toggle", () => {
+    opened.set(name, element.open);
+    if (element.open && !made) append(element, [content()]);
+    made ||= element.open;
+  });
+  return element;
+}
+
+const opened = new Map(); // by name
 
 /** A colour of the style sheet, as the theme has it now. */
 function color(name) {

@@ -32,6 +32,8 @@ function stopFollowing() {
   source = null;
 }
 
+const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+
 /** Show a run, and again each time the server says that it has grown. */
 async function followRun(name) {
   const query = `run=${encodeURIComponent(name)}`;
@@ -42,7 +44,9 @@ async function followRun(name) {
     const packed = await ask(`data?${query}`);
     if (packed.version === version) return;
     version = packed.version;
-    showRun(await unpackRun(packed), shown);
+    const run = await unpackRun(packed);
+    while (document.querySelector(".selection")) await pause(200); // somebody is marking a stretch
+    showRun(run, shown);
     shown = true;
   };
   await load();
@@ -57,21 +61,37 @@ async function listRuns() {
   ui.view = null;
   const { runs, directory } = await ask("runs");
   const chosen = new Set([...document.querySelectorAll("main input:checked")].map((box) => box.value));
-  const button = h("button", { class: "primary", onclick: () => (location.hash = `compare/${[...chosen].map(encodeURIComponent).join("/")}`) }, "Compare the chosen");
+  const button = h(
+    "button",
+    {
+      class: "primary",
+      onclick: () => (location.hash = `compare/${[...chosen].map(encodeURIComponent).join("/")}`),
+    },
+    "Compare the chosen",
+  );
   const count = () => (button.disabled = chosen.size < 2);
   const rows = runs.map((run) => {
-    const box = h("input", { type: "checkbox", value: run.name, "aria-label": `choose ${run.name}`, onchange: (event) => {
-      if (event.target.checked) chosen.add(run.name);
-      else chosen.delete(run.name);
-      count();
-    } });
+    const box = h("input", {
+      type: "checkbox",
+      value: run.name,
+      "aria-label": `choose ${run.name}`,
+      onchange: (event) => {
+        if (event.target.checked) chosen.add(run.name);
+        else chosen.delete(run.name);
+        count();
+      },
+    });
     box.checked = chosen.has(run.name);
     return h(
       "tr",
       {},
       h("td", {}, box),
       h("th", { scope: "row" }, h("a", { href: `#run/${encodeURIComponent(run.name)}` }, run.name)),
-      h("td", {}, h("span", { class: run.ended ? "chip" : "chip running" }, run.ended ? "ended" : "no end yet")),
+      h(
+        "td",
+        {},
+        h("span", { class: run.ended ? "chip" : "chip running" }, run.ended ? "ended" : "no end yet"),
+      ),
       h("td", {}, run.steps.toLocaleString("en")),
       h("td", {}, short(run.loss)),
       h("td", { class: "wide" }, new Date(1000 * run.written).toISOString().replace("T", " ").slice(0, 19)),
@@ -80,9 +100,37 @@ async function listRuns() {
   count();
   fill(
     document.querySelector("main"),
-    section("list", "Runs", rows.length
-      ? h("div", { class: "card" }, h("div", { class: "bar" }, button, h("span", { class: "hint" }, directory)), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "run", "", "steps", "last loss", "last written, UTC"].map((each, i) => h("th", { class: i === 5 && "wide" }, each)))), h("tbody", {}, rows))))
-      : missing("There is no run here yet. gradproof run SCRIPT makes one; this list updates itself.")),
+    section(
+      "list",
+      "Runs",
+      rows.length
+        ? h(
+            "div",
+            { class: "card" },
+            h("div", { class: "bar" }, button, h("span", { class: "hint" }, directory)),
+            h(
+              "div",
+              { class: "scroll" },
+              h(
+                "table",
+                {},
+                h(
+                  "thead",
+                  {},
+                  h(
+                    "tr",
+                    {},
+                    ["", "run", "", "steps", "last loss", "last written, UTC"].map((each, i) =>
+                      h("th", { class: i === 5 && "wide" }, each),
+                    ),
+                  ),
+                ),
+                h("tbody", {}, rows),
+              ),
+            ),
+          )
+        : missing("There is no run here yet. gradproof run SCRIPT makes one; this list updates itself."),
+    ),
   );
   fill(document.getElementById("about"), h("b", {}, plural(runs.length, "run")));
   fill(document.getElementById("parts"));

@@ -1,57 +1,4 @@
-// Curves over steps. All plots of a page share one view: zoom, pan and the cursor are the same in all of them.
-// Lines are drawn on a canvas; every word and number is text.
-
-/** The stretch of steps that is shown, and the step the pointer is at. */
-class View {
-  constructor(range) {
-    this.listeners = new Set();
-    this.full = range;
-    this.range = range;
-    this.cursor = null;
-  }
-
-  /** A longer run: who looks at the whole goes on looking at the whole. */
-  extend(range) {
-    const whole = this.isWhole();
-    this.full = range;
-    this.zoomTo(...(whole ? range : this.range));
-  }
-
-  isWhole() {
-    return this.range[0] <= this.full[0] && this.range[1] >= this.full[1];
-  }
-
-  zoomTo(from, to) {
-    const [first, last] = this.full;
-    const width = Math.min(Math.max(to - from, 1), Math.max(last - first, 1));
-    const start = Math.max(first, Math.min(from, last - width));
-    this.range = [start, start + width];
-    this.tell();
-  }
-
-  zoomBy(factor, at = (this.range[0] + this.range[1]) / 2) {
-    const [from, to] = this.range;
-    this.zoomTo(at - (at - from) * factor, at + (to - at) * factor);
-  }
-
-  panBy(share) {
-    const move = share * (this.range[1] - this.range[0]);
-    this.zoomTo(this.range[0] + move, this.range[1] + move);
-  }
-
-  reset() {
-    this.zoomTo(...this.full);
-  }
-
-  pointAt(step) {
-    this.cursor = step;
-    this.tell(true);
-  }
-
-  tell(onlyCursor = false) {
-    for (const listener of this.listeners) listener(onlyCursor);
-  }
-}
+// Curves over steps. Lines are drawn on a canvas; every word and number is text.
 
 /** Round numbers for an axis. */
 function ticks(from, to, most) {
@@ -60,7 +7,8 @@ function ticks(from, to, most) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw * 0.999);
   const found = [];
-  for (let place = Math.ceil(from / size - 1e-9); place * size <= to + size * 1e-9; place++) found.push(place * size + 0); // not −0
+  for (let place = Math.ceil(from / size - 1e-9); place * size <= to + size * 1e-9; place++)
+    found.push(place * size + 0); // not −0
   return found;
 }
 
@@ -89,8 +37,18 @@ class Plot {
     this.overlay = h("canvas", { class: "overlay", "aria-hidden": "true" });
     this.labels = h("div", { class: "ticks", "aria-hidden": "true" });
     this.legend = h("div", { class: "legend" });
-    this.logButton = h("button", { class: "chip", title: "logarithmic scale", "aria-pressed": String(this.log), onclick: () => this.toggleLog() }, "log");
+    this.logButton = h(
+      "button",
+      {
+        class: "chip",
+        title: "logarithmic scale",
+        "aria-pressed": String(this.log),
+        onclick: () => this.toggleLog(),
+      },
+      "log",
+    );
     this.box = h("div", { class: "drawing" }, this.canvas, this.overlay, this.labels);
+    this.box.style.height = `${this.options.height}px`; // before it is drawn: what stands below must not jump
     this.element = h(
       "figure",
       { class: "plot card", "data-plot": this.options.title },
@@ -329,7 +287,9 @@ function longGap(steps) {
 }
 
 function tickText(value, asPercent) {
-  return asPercent ? `${Math.round(100 * value)} %` : short(Number(value.toPrecision(6))).replace(/\.?0+e/, "e");
+  return asPercent
+    ? `${Math.round(100 * value)} %`
+    : short(Number(value.toPrecision(6))).replace(/\.?0+e/, "e");
 }
 
 /** Put a label at a place of its plot. */
@@ -337,89 +297,4 @@ function place(element, x, y) {
   if (x !== null) element.style.left = `${x}px`;
   element.style.top = `${y}px`;
   return element;
-}
-
-/** Drag to zoom, shift-drag to pan, ctrl-wheel or pinch to zoom, double click for everything; `onClick(step, y)`. */
-function handlePointer(canvas, view, plane, onClick = null, onMove = null) {
-  const touches = new Map();
-  let drag = null;
-  const stepAt = (x) => {
-    const { left, width } = plane();
-    const [from, to] = view.range;
-    return from + ((x - left) / width) * (to - from);
-  };
-  const clamp = (step) => Math.max(view.range[0], Math.min(view.range[1], step));
-  canvas.addEventListener("pointerdown", (event) => {
-    touches.set(event.pointerId, event.offsetX);
-    canvas.setPointerCapture(event.pointerId);
-    drag = { x: event.offsetX, y: event.offsetY, range: view.range, pan: event.shiftKey || event.pointerType === "touch" };
-    if (touches.size === 2) drag = { pinch: [...touches.values()], range: view.range };
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    if (touches.has(event.pointerId)) touches.set(event.pointerId, event.offsetX);
-    const [from, to] = drag ? drag.range : view.range;
-    const perPixel = (to - from) / plane().width;
-    if (drag && drag.pinch && touches.size === 2) {
-      const now = [...touches.values()];
-      const factor = Math.abs(drag.pinch[0] - drag.pinch[1]) / Math.max(10, Math.abs(now[0] - now[1]));
-      const middle = from + ((drag.pinch[0] + drag.pinch[1]) / 2 - plane().left) * perPixel;
-      view.zoomTo(middle - (middle - from) * factor, middle + (to - middle) * factor);
-    } else if (drag && drag.pan && Math.abs(event.offsetX - drag.x) > 3) {
-      const move = (drag.x - event.offsetX) * perPixel;
-      drag.moved = true;
-      view.zoomTo(from + move, to + move);
-    } else {
-      showSelection(canvas, drag && !drag.pan && Math.abs(event.offsetX - drag.x) > 4 ? [drag.x, event.offsetX] : null);
-      view.pointAt(clamp(Math.round(stepAt(event.offsetX))));
-      if (onMove) onMove(event);
-    }
-  });
-  canvas.addEventListener("pointerup", (event) => {
-    touches.delete(event.pointerId);
-    showSelection(canvas, null);
-    const was = drag;
-    drag = null;
-    if (!was || was.pinch || was.moved) return;
-    if (Math.abs(event.offsetX - was.x) > 4 && !was.pan) {
-      const [from, to] = [stepAt(was.x), stepAt(event.offsetX)].sort((a, b) => a - b);
-      view.zoomTo(clamp(from), clamp(to));
-    } else if (onClick) onClick(clamp(Math.round(stepAt(event.offsetX))), event.offsetY);
-  });
-  canvas.addEventListener("pointercancel", (event) => {
-    touches.delete(event.pointerId);
-    drag = null;
-  });
-  canvas.addEventListener("pointerleave", (event) => {
-    if (event.pointerType === "mouse" && !drag) view.pointAt(null);
-    if (onMove) onMove(null);
-  });
-  canvas.addEventListener("dblclick", () => view.reset());
-  canvas.addEventListener(
-    "wheel",
-    (event) => {
-      if (event.ctrlKey || event.metaKey) {
-        event.preventDefault();
-        view.zoomBy(Math.exp(event.deltaY / 300), stepAt(event.offsetX));
-      } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        event.preventDefault();
-        view.panBy(event.deltaX / plane().width);
-      }
-    },
-    { passive: false },
-  );
-}
-
-/** The stretch that a drag has marked so far. */
-function showSelection(canvas, edges) {
-  let shade = canvas.parentElement.querySelector(".selection");
-  if (!edges) {
-    if (shade) shade.remove();
-    return;
-  }
-  if (!shade) {
-    shade = h("div", { class: "selection" });
-    canvas.parentElement.append(shade);
-  }
-  shade.style.left = `${Math.min(...edges)}px`;
-  shade.style.width = `${Math.abs(edges[0] - edges[1])}px`;
 }
