@@ -406,7 +406,7 @@ def test_the_verdict_with_its_trial_the_tape_and_the_alignment(browser, tmp_path
         maker.step(step)
     born = [
         "first bad value: nan from log in forward",
-        "line     model.py:7 in forward",
+        "line     /home/someone/model.py:7 in forward",
         "operand  x from 0 to 1",
     ]
     common = {"verdict": "confirmed", "lasting": True, "level": "problem", "confidence": "proven"}
