@@ -48,7 +48,7 @@ def tensor_stats(tensors: Sequence[Tensor]) -> Tensor:
     """
     flat = list(tensors)
     if not _are_plain(flat):
-        flat = [_flatten(tensor) for tensor in flat]
+        flat = [tensor if _are_plain([tensor]) else _flatten(tensor) for tensor in flat]
     if not flat:
         return torch.zeros(0, len(COLUMNS), dtype=torch.float64)
     devices = {tensor.device for tensor in flat}
