@@ -97,8 +97,20 @@ class Examination:
         self.seconds: dict[str, float] = {}
 
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
+        evidence = self._evidence(tape, step)
+        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
+            self._run(experiment, evidence)
+
+    def locate(self, tape: Any, step: int, again: Any = None) -> bool:
+        """A step that is bad before its update, or one made again: True once the place of birth is known."""
+        evidence = self._evidence(tape, step)
+        evidence.again = again
+        self._run(where_was_it_born, evidence)
+        return bool(self._memory.get("located"))
+
+    def _evidence(self, tape: Any, step: int) -> Evidence:
         session = self._session
-        evidence = Evidence(
+        return Evidence(
             tape=tape,
             step=step,
             models=dict(session.names.roots),
@@ -107,8 +119,6 @@ class Examination:
             directory=None if self._writer.broken else self._writer.path,
             memory=self._memory,
         )
-        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
-            self._run(experiment, evidence)
 
     def _run(self, experiment: Experiment, evidence: Evidence) -> None:
         name = experiment.__name__

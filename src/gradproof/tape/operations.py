@@ -183,7 +183,6 @@ class Tape:
     stepped: list[int] = field(default_factory=list)  # parameters that an operation of the step changed
     # parameter -> (operation, .grad): as the optimizer saw it, or at the end
     final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
-    rng: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprints: torch.Tensor | list = field(default_factory=list)
     never_written: dict[int, str] = field(default_factory=dict)  # operation -> what it read
     compiled: bool = False
