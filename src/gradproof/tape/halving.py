@@ -18,7 +18,7 @@ MOST_ROWS = 4  # more rows than this say nothing
 
 
 def find_bad_rows(tape: Tape, operation: Operation, slot: int) -> tuple[list[int], list[Slot]]:
-    """(rows, the leaves they are rows of): with these rows the result is bad, with good ones in their place it is not."""
+    """(rows, the leaves they are rows of): the result is bad with them, and not with good rows in their place."""
     leaves = batch_leaves(tape)
     if not leaves:
         return [], []
