@@ -94,6 +94,8 @@ def measure_gains(tape: Tape) -> Gains:
     counts: Counter[str] = Counter()
     modules = []
     for number, call in enumerate(tape.modules):
+        if all(not tape.slots[slot].shape for slot in call.outputs):
+            continue  # a loss is no signal
         gain = _module_gain(call, number, counts[call.path], sizes)
         counts[call.path] += 1
         if gain is not None:
