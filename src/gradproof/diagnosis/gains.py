@@ -24,8 +24,8 @@ class GainChange:
     last: float
 
     @property
-    def factor(self) -> float:
-        return max(self.last / self.first, self.first / self.last)
+    def growth(self) -> float:
+        return self.last / self.first
 
     def __str__(self) -> str:
         return (
@@ -34,11 +34,11 @@ class GainChange:
         )
 
 
-def find_gain_change(run: Run) -> GainChange | None:
-    """The largest change from a module's first known gain to its last, if it is a large one."""
-    changes = list(gain_changes(run))
-    largest = max(changes, key=lambda change: change.factor, default=None)
-    return largest if largest is not None and largest.factor >= GROWN else None
+def find_gain_change(run: Run, growing: bool = True) -> GainChange | None:
+    """The largest growth (or fall) from a module's first known gain to its last, if it is a large one."""
+    factors = {change: change.growth if growing else 1 / change.growth for change in gain_changes(run)}
+    largest = max(factors, key=factors.__getitem__, default=None)
+    return largest if largest is not None and factors[largest] >= GROWN else None
 
 
 def gain_changes(run: Run) -> Iterator[GainChange]:
@@ -55,14 +55,15 @@ def gain_changes(run: Run) -> Iterator[GainChange]:
         yield GainChange(path, way, *first[(path, way)], step, gain)
 
 
-def placed_by_gain(findings: list[Finding], run: Run) -> list[Finding]:
-    """Findings about a growing or dying signal, with the place where gain changed most; the others as they are."""
-    change = find_gain_change(run)
+def placed_by_gain(finding: Finding, run: Run) -> Finding:
+    """A finding about a growing or dying signal, with the place where gain changed most; others as they are.
+
+    An experiment that has followed the signal from block to block has named the place by gain already.
+    """
+    if finding.family not in ("exploding-signal", "vanishing-signal"):
+        return finding
+    change = find_gain_change(run, growing=finding.family == "exploding-signal")
     if change is None:
-        return findings
-    return [
-        replace(finding, where=change.path, evidence=(*finding.evidence, str(change)))
-        if finding.family in ("exploding-signal", "vanishing-signal")
-        else finding
-        for finding in findings
-    ]
+        return finding
+    where = finding.where if finding.confidence == "proven" else change.path
+    return replace(finding, where=where, evidence=(*finding.evidence, str(change)))

@@ -57,7 +57,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         if v.get("verdict") == "excluded"
     }
     found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
-    found = placed_by_gain(found, run)
+    found = [placed_by_gain(finding, run) for finding in found]
     return Diagnosis(
         run=str(run.path),
         steps=len(run),

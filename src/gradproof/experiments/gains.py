@@ -19,7 +19,7 @@ def gains_by_module(tape: Tape) -> dict[str, dict[str, Any]]:
     for gain in measure_gains(tape).modules:
         if gain.path and "norm" not in gain.kind.lower():  # normalisations only undo what others do
             calls.setdefault(gain.path, []).append(gain)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for path, gains in list(calls.items())[:MOST_MODULES]:
         found[path] = {
             way: _typical([getattr(gain, way) for gain in gains]) for way in ("forward", "backward")
