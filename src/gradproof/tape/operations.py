@@ -62,9 +62,9 @@ class Operation:
     node: str  # the autograd node it ran for, in backward
     made_from: int | None  # the forward operation that node belongs to
     in_backward: int | None  # the backward call it belongs to
-    frozen: tuple | None = (
-        None  # recorded results of what cannot be computed again: random numbers, foreign kernels
-    )
+    # what cannot be computed again: random results, those of foreign kernels; of a fused attention with dropout, the
+    # state of the generator
+    frozen: tuple | None = None
     fingerprint: int | None = None  # place in Tape.fingerprints
 
     @property
