@@ -171,6 +171,12 @@ def test_dropout_is_drawn_again_from_where_it_was():
     assert torch.equal(exact, out) and not note
 
 
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_efficient_attention_forward"])
+def test_kernels_called_by_themselves_are_random_only_with_dropout(name):
+    func = getattr(torch.ops.aten, name).default
+    assert is_random(func, (), {"dropout_p": 0.1}) and not is_random(func, (), {"dropout_p": 0.0})
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_step_with_dropout_in_its_attention_is_judged_with_the_mask_that_was_drawn(wrong, monkeypatch):
     monkeypatch.setattr(state, "_OWN_NAMESPACES", {*state._OWN_NAMESPACES, "seeded_test"})

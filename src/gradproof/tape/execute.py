@@ -9,7 +9,14 @@ import torch
 
 from gradproof.tape.attention import attention_formula, attention_with_dropout
 from gradproof.tape.operations import Operation, Ref, Slot, replace_references
-from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of, written_arguments
+from gradproof.tape.operators import (
+    DROPS_INSIDE,
+    FRESH,
+    FUSED_ATTENTION,
+    argument,
+    name_of,
+    written_arguments,
+)
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
@@ -39,7 +46,7 @@ def execute(
 ) -> tuple[Any, str]:
     """(result, note): the operator run again; the note says when it was not run as recorded."""
     func, name = operation.func, operation.name
-    if operation.frozen is not None and name in FUSED_ATTENTION:
+    if operation.frozen is not None and name in DROPS_INSIDE:
         return _attention_with_dropout(operation, value, slots, dtype)
     if operation.frozen is not None and not operation.writes and name != "native_dropout":
         return _frozen_constants(operation, dtype), ""

@@ -27,8 +27,8 @@ from gradproof.tape.operations import (
     references,
 )
 from gradproof.tape.operators import (
+    DROPS_INSIDE,
     FRESH,
-    FUSED_ATTENTION,
     OVERWRITES,
     READS_NO_VALUES,
     ignores_first_argument,
@@ -137,7 +137,7 @@ class State:
             self.keep_before_write(tensor, name)
         self.was_read.update(ref.slot for ref in references(refs))
         drawn_from = None
-        if name in FUSED_ATTENTION and is_random(func, args, kwargs):
+        if name in DROPS_INSIDE and is_random(func, args, kwargs):
             drawn_from = generator_state(args[0].device)
         return refs, written, line, scaled, grad_enabled, drawn_from
 
