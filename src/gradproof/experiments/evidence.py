@@ -69,6 +69,9 @@ class Evidence:
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key
+    again: Any = (
+        None  # where the tape is of a model's call that was made again: what was not finite, and how it ran
+    )
 
     @cached_property
     def roles(self) -> Roles:

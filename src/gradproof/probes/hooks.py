@@ -253,8 +253,9 @@ def epochs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
 def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     def wrapper(original: Callable) -> Callable:
         def compile(*args: Any, **kwargs: Any) -> Any:
-            session.something_compiled()
-            return original(*args, **kwargs)
+            made = original(*args, **kwargs)
+            session.something_compiled(made)
+            return made
 
         return compile
 
