@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradproof.errors import UserError
 
+if TYPE_CHECKING:
+    from gradproof.integrations.tensorboard import TensorBoard
+    from gradproof.integrations.wandb import WandB
+
+SINKS = ("tensorboard", "wandb")
 WIDTH = 100  # columns, where the terminal does not say
 
 
@@ -71,6 +79,68 @@ def compare(args: argparse.Namespace) -> int:
     else:
         print(render_comparison(found, runs, terminal_width(), wants_color()), end="")
     return 0
+
+
+def add_export(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="a run as CSV or Parquet tables, or for TensorBoard or W&B",
+        description="Writes a run for other tools. csv and parquet: two tables, steps and tensors. tensorboard: an "
+        "event file with every column and every tensor's norm and distribution. wandb: an offline run.",
+        epilog="example: gradproof export runs/a --to tensorboard && tensorboard --logdir runs/a",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--to", required=True, choices=("csv", "parquet", *SINKS))
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to (default: in the run, under the format's name)"
+    )
+    parser.set_defaults(function=export)
+
+
+def export(args: argparse.Namespace) -> int:
+    from gradproof.record.export import write_csv, write_parquet
+    from gradproof.record.run import open_run
+    from gradproof.record.sink import replay_run
+
+    run = open_run(args.run)
+    out = Path(args.out) if args.out else run.path / args.to
+    try:
+        if args.to in SINKS:
+            sink = make_sink(args.to, args.out)
+            replay_run(run, sink)
+            out = sink.directory or out
+        else:
+            (write_csv if args.to == "csv" else write_parquet)(run, out)
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error}") from None
+    for note in run.notes:
+        print(f"gradproof: {note}", file=sys.stderr)
+    print(f"{len(run)} steps, {len(run.tensors)} tensors at {len(run.frames)} of them: {out}")
+    print(f"next: {NEXT[args.to].format(out=out)}")
+    return 0
+
+
+NEXT = {
+    "csv": "python -c \"import pandas; print(pandas.read_csv('{out}/tensors.csv').groupby('kind').norm.describe())\"",
+    "parquet": "duckdb -c \"select name, max(norm) from '{out}/tensors.parquet' group by name order by 2 desc\"",
+    "tensorboard": "tensorboard --logdir {out}",
+    "wandb": "wandb sync {out}",
+}
+
+
+def make_sink(name: str, out: str | None = None) -> TensorBoard | WandB:
+    """The sink of a name, for a run that is going to train or is to be exported to `out`."""
+    if name == "tensorboard":
+        from gradproof.integrations.tensorboard import TensorBoard
+
+        return TensorBoard(out)
+    from importlib.util import find_spec
+
+    from gradproof.integrations.wandb import WandB
+
+    if find_spec("wandb") is None:
+        raise UserError("W&B is not installed: pip install 'gradproof[wandb]'")
+    return WandB(out)
 
 
 def terminal_width() -> int:
