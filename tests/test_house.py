@@ -23,7 +23,16 @@ MAY_IMPORT = {
     "report": {"numpy", "record", "diagnosis", "starlette", "uvicorn"},
     "lm": {"torch", "numpy", "kernels", "safetensors", "tokenizers"},
     "faults": {"torch", "numpy", "lm"},
-    "integrations": {"probes", "record", "transformers", "lightning", "accelerate", "tensorboard", "wandb"},
+    "integrations": {
+        "numpy",
+        "probes",
+        "record",
+        "transformers",
+        "lightning",
+        "accelerate",
+        "tensorboard",
+        "wandb",
+    },
 }
 
 # top-level module -> the same
