@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import gradproof
 from gradproof.commands.checking import add_check, add_check_loss, add_precision
+from gradproof.commands.exporting import add_compare, add_export, add_show
 from gradproof.commands.training import add_generate, add_train
 from gradproof.commands.watching import add_demo, add_diagnose, add_run, add_scoreboard
 from gradproof.errors import EXIT_OWN_ERROR, UserError
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 COMMANDS = (
     add_run,
     add_diagnose,
+    add_show,
+    add_compare,
+    add_export,
     add_demo,
     add_scoreboard,
     add_check,

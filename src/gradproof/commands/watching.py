@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradproof.commands.exporting import SINKS, make_sink
 from gradproof.errors import EXIT_OWN_ERROR, UserError
 
 
@@ -46,6 +47,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "all from the first non-finite value on' (default: as much as the budget affords)",
     )
     parser.add_argument(
+        "--to", action="append", choices=SINKS, help="show it in TensorBoard or W&B, too, while it trains"
+    )
+    parser.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
@@ -82,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         fix=parse_fix(args.fix) if args.fix else None,
         stop_after=args.steps,
         until=args.until,
+        sinks=[make_sink(name) for name in args.to or ()],
     )
     if args.verify and outcome.rank == 0 and outcome.steps:
         verify(outcome, args, words)

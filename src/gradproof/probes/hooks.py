@@ -39,8 +39,9 @@ def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStac
 
 
 def _chosen(optimizers: tuple[Optimizer, ...]) -> Callable[[Any], bool]:
+    """Whether an optimizer, or the one that accelerate has wrapped in it, is among those to listen to."""
     ids = {id(optimizer) for optimizer in optimizers}
-    return lambda optimizer: not ids or id(optimizer) in ids
+    return lambda optimizer: not ids or bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
 
 
 def replace(stack: ExitStack, owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:

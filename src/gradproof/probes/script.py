@@ -19,6 +19,7 @@ from gradproof.errors import UserError
 if TYPE_CHECKING:
     from gradproof.probes.session import Session
     from gradproof.probes.taping import Examine
+    from gradproof.record.sink import Sink
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def run_program(
     fix: tuple[str, float] | None = None,
     stop_after: int | None = None,
     until: int | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
     from gradproof.probes.autoload import find_child_runs, handed_over
@@ -146,6 +148,7 @@ def run_program(
         schedule=schedule,
         budget=budget,
         on_row=None if quiet else show,
+        sinks=sinks,
     )
     if examiner is not None:
         session.taping = Taping(session.names, examiner(session), only=until, budget=budget)

@@ -21,6 +21,8 @@ from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
+from gradproof.record.sink import Sink
+from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY, describe_source
 from gradproof.record.writer import RunWriter
 
 
@@ -82,8 +84,9 @@ def watch(
     out: str | os.PathLike | None = None,
     schedule: str | None = None,
     budget: float | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Iterator[Monitor]:
-    """Record the training inside the block as a run on disk; leaves no hook behind.
+    """Record the training inside the block as a run on disk; leaves no hook behind. Sinks hear it, too.
 
     >>> with gradproof.watch(model, optimizer, out="runs/a") as run:  # doctest: +SKIP
     ...     train()
@@ -98,6 +101,7 @@ def watch(
         schedule=schedule,
         budget=budget,
         compiled=any(is_compiled(m) for m in models),
+        sinks=sinks,
     )
     hooked = bool(models or optimizers)
     if not hooked:
@@ -129,14 +133,20 @@ def open_session(
     compiled: bool = False,
     on_row: Any = None,
     rank: int | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Session:
-    """A new run directory and the session that writes it; with a rank given, `out` is that rank's own."""
+    """A new run directory and the session that writes it; with a rank given, `out` is that rank's own.
+
+    Sinks hear of rank 0 only.
+    """
     rules = parse_schedule(schedule) if schedule else ()
     found, world = rank_and_world()
     path = Path(f"{out}.rank{found}") if found and rank is None else Path(out)
     rank = found if rank is None else rank
+    source, script = describe_source(command[0] if command else None)
     info = {
         "command": list(command),
+        "source": source,
         "directory": os.getcwd(),
         "began": time.time(),
         "rank": rank,
@@ -144,7 +154,9 @@ def open_session(
         "schedule": schedule,
         "versions": versions(),
     }
-    writer = RunWriter(path, info)
+    writer = RunWriter(path, info, sinks if rank == 0 else ())
+    if 0 < len(script) <= LARGEST_COPY:
+        writer.keep_file(SCRIPT_COPY, script)
     return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
 
 
