@@ -7,21 +7,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint clean
+.PHONY: run test test-all lint browser clean
 
 run: $(READY)
 	@$(BIN)/gradproof run examples/broken_transformer.py
 
-test: lint
-	$(BIN)/pytest -n 2 -q -m "not slow"
+test: lint browser
+	$(BIN)/pytest -n 2 -q -rs -m "not slow"
 
-test-all: lint
-	$(BIN)/pytest -n 2 -q
+test-all: lint browser
+	$(BIN)/pytest -n 2 -q -rs
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The page is tested in a real browser: Debian's chromium, installed if it can be; without one those tests skip, and say so.
+browser:
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium for the tests of the page"; \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) \
+			>/dev/null || echo "chromium could not be installed: the tests of the page will skip"; \
+	else echo "no chromium, and no right to install it: the tests of the page will skip"; fi
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) with PyTorch: minutes, once"

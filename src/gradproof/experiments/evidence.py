@@ -41,15 +41,17 @@ class Verdict:
     confidence: str = "proven"
     if_troubled: bool = False
     lasting: bool = False
-    numbers: dict[str, float] = field(default_factory=dict)  # what a fix from outside needs to know
+    numbers: dict[str, float] = field(
+        default_factory=dict
+    )  # what a fix from outside or the page needs to know
 
 
 def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:
     return Verdict(CONFIRMED, id.partition("/")[0], id, tuple(evidence), **details)
 
 
-def excluded(family: str, reason: str) -> Verdict:
-    return Verdict(EXCLUDED, family, reason=reason)
+def excluded(family: str, reason: str, **details: Any) -> Verdict:
+    return Verdict(EXCLUDED, family, reason=reason, **details)
 
 
 def undecided(family: str, reason: str) -> Verdict:

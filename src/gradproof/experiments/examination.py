@@ -43,6 +43,7 @@ from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
+from gradproof.tape.shadow import Shadow
 
 MOST_GAINS = 64  # steps whose gains are written into a run
 
@@ -89,6 +90,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 )
 
 
+MOST_SHADOWS = 12  # taped steps whose gradients are kept parameter by parameter
+
+
 class Examination:
     """All experiments of one training; `memory` is theirs to keep between steps."""
 
@@ -99,6 +103,7 @@ class Examination:
         self._said: dict[tuple[str, str], dict[str, Any]] = {}
         self._failed: set[str] = set()
         self._gains_written = 0
+        self._shadows = 0
         self.seconds: dict[str, float] = {}
 
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
@@ -107,6 +112,9 @@ class Examination:
             self._run(experiment, evidence)
         if thorough and self._gains_written < MOST_GAINS:
             self._write_gains(evidence)
+        if "shadow" in vars(evidence) and self._shadows < MOST_SHADOWS:  # one of them asked for it
+            self._shadows += 1
+            self._writer.write_event("shadow", step=step, **describe_shadow(evidence.shadow))
 
     def locate(self, tape: Any, step: int, again: Any = None) -> bool:
         """A step that is bad before its update, or one made again: True once the place of birth is known."""
@@ -165,3 +173,23 @@ class Examination:
             return
         self._said[key] = facts
         self._writer.write_event("verdict", experiment=experiment, step=step, **facts)
+
+
+def describe_shadow(found: Shadow) -> dict[str, Any]:
+    """The gradients of a step against float64, parameter by parameter, as the run keeps them."""
+    return {
+        "loss": found.loss,
+        "true_loss": found.true_loss,
+        "parameters": [
+            {
+                "name": p.name,
+                "verdict": p.verdict,
+                "error": p.error,
+                "tolerance": p.tolerance,
+                "cosine": p.cosine,
+                "pattern": p.pattern,
+            }
+            for p in found.parameters
+        ],
+        "notes": found.notes,
+    }

@@ -130,6 +130,7 @@ def run_program(
     stop_after: int | None = None,
     until: int | None = None,
     sinks: Sequence[Sink] = (),
+    on_open: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
     from gradproof.probes.autoload import find_child_runs, handed_over
@@ -153,6 +154,10 @@ def run_program(
     if examiner is not None:
         session.taping = Taping(session.names, examiner(session), only=until, budget=budget)
     session.stop_after = stop_after if until is None else until + 1
+    if fix is not None:
+        session.writer.set_info(fix=f"{fix[0]}={fix[1]:g}")
+    if on_open is not None and session.rank == 0:
+        on_open(session.writer.path)
     with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
         if fix is not None:
             intervene(stack, *fix)
