@@ -12,6 +12,7 @@ from typing import Any
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
+from gradproof.diagnosis.places import add_place
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
 
@@ -56,6 +57,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         if v.get("verdict") == "excluded"
     }
     found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
+    found = [add_place(finding, run) for finding in found]
     return Diagnosis(
         run=str(run.path),
         steps=len(run),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.nonfinite import place_of
-from gradproof.tape.operations import Operation, references
+from gradproof.tape.operations import Line, Operation, references
 
 FEWEST = 6  # members of a stack that are one and the same memory
 STACKS = ("stack", "cat")
@@ -53,14 +53,26 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
         ]
         outside = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
         if same >= 0.9 * len(members) and (len(rewritten) >= 2 or outside):
+            written = rewritten[-1].line if rewritten else operation.line
+            given = handed_out(evidence, members)
             return confirmed(
                 "aliasing-or-inplace/one-buffer",
                 f"{same} of the {len(members)} tensors that {operation.name} puts together are one memory: "
                 "all hold what was written last",
-                where=place_of(operation.module, rewritten[-1].line if rewritten else operation.line),
+                f"put together at {operation.line}" + (f", last written at {written}" if rewritten else ""),
+                where=place_of(operation.module, given or written),
                 fix="keep a clone() of what changes later",
                 lasting=True,
             )
+    return None
+
+
+def handed_out(evidence: Evidence, members: list[int]) -> Line | None:
+    """The line that made a view of the buffer to keep: there a clone() is missing."""
+    for slot in reversed(members):
+        maker = evidence.maker(slot)
+        if maker is not None and maker.name in VIEWS and maker.line is not None:
+            return maker.line
     return None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.provenance import say_where_made
 from gradproof.tape.operators import is_random
 
 FAMILY = "data-target-misaligned"
@@ -185,6 +186,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
                 f"{FAMILY}/targets-independent-of-inputs",
                 text,
                 f"after {evidence.step} steps the predictions explain {100 * max(learned, 0):.1f} % of the targets",
+                *say_where_made(evidence, slot),
                 where=flow.origin(comparison.target, comparison.operation.line),
                 fix="check that inputs and targets are shuffled together, and print a batch side by side",
                 if_troubled=True,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from gradproof.probes.lines import Lines
     from gradproof.probes.session import Session
 
 HANDOVER = "GRADPROOF_RUN"
@@ -67,27 +68,36 @@ def find_wish() -> dict[str, Any] | None:
 
 
 def wait_for_optimizer() -> None:
+    """Until then, only the lines are remembered at which the script makes its loaders, wrappers and groups."""
+    from contextlib import ExitStack
+
     from torch.optim import Optimizer
+
+    from gradproof.probes.lines import Lines, makings
 
     original = Optimizer.__init__
     if getattr(original, "gradproof_waits", False):
         return
 
+    lines, waiting = Lines(), ExitStack()
+
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+        waiting.close()
         original(self, *args, **kwargs)
         try:
             if (wish := find_wish()) is not None:
-                begin(wish, self)
+                begin(wish, self, lines)
         except Exception as error:
             print(f"gradproof cannot watch process {os.getpid()}: {error}", file=sys.stderr)
 
     init.gradproof_waits = True  # type: ignore[attr-defined]
     init.__wrapped__ = original  # type: ignore[attr-defined]
     Optimizer.__init__ = init  # type: ignore[method-assign]
+    makings(lines, waiting)
 
 
-def begin(wish: dict[str, Any], optimizer: Optimizer) -> None:
+def begin(wish: dict[str, Any], optimizer: Optimizer, lines: Lines) -> None:
     """Open a run for this process and listen until its end."""
     from multiprocessing.util import Finalize
 
@@ -105,6 +115,7 @@ def begin(wish: dict[str, Any], optimizer: Optimizer) -> None:
         schedule=wish.get("schedule"),
         budget=wish.get("budget"),
         rank=number if wish["run"] else None,
+        lines=lines,
     )
     hooks = attach(session)
     session.optimizer_made(optimizer)

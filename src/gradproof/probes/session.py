@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
 from gradproof.probes.ledger import Ledger
+from gradproof.probes.lines import Lines
 from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, user_line
 from gradproof.probes.parameters import Parameters
@@ -86,6 +87,7 @@ class Session:
         rank: int = 0,
         compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
+        lines: Lines | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
@@ -115,12 +117,14 @@ class Session:
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
         self._last_sampled = 0.0
         self.losses: deque[float] = deque(maxlen=2000)
-        self.facts: dict[str, Any] = {}  # plain data that listeners gather: modes, loads, clips
+        self.lines = lines or Lines()
+        # plain data that listeners gather; what begins with _ is for the experiments, not for the run
+        self.facts: dict[str, Any] = {"lines": self.lines.sites, "_initialised": self.lines.initialised}
         self.taping: Taping | None = None
         self.stop_after: int | None = None  # steps after which a trial has shown enough
         self._step_has_turned = False
         self._recent: dict[tuple[Any, str], deque[float]] = {}
-        self._outputs = OutputProbe(names, self._output_seen, self.fail)
+        self._outputs = OutputProbe(names, self.lines, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
 
@@ -129,7 +133,9 @@ class Session:
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
-        optim.remember(optimizer, user_line())
+        line = user_line()
+        optim.remember(optimizer, line)
+        self.facts.setdefault("_optimizers_made", {})[id(optimizer)] = line
         self.names.learn(optim.parameters_of(optimizer))
         self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
 
@@ -536,6 +542,11 @@ class Session:
     def _close_guarded(self) -> None:
         self._ledger.settle(0)
         self._parameters.describe_end()
+        self.lines.read_source()
+        counted = [getattr(root, "num_iterations", None) for root in self.names.roots.values()]
+        passes = [count for count in counted if isinstance(count, int)]
+        if passes:  # DDP counts the passes whose gradients it averages
+            self.facts["averaged_passes"] = max(passes)
 
 
 def _float(value: Any) -> Any:

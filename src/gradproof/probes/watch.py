@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from gradproof import __version__
 from gradproof.probes.distributed import rank_and_world
 from gradproof.probes.hooks import attach
+from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
@@ -129,6 +130,7 @@ def open_session(
     compiled: bool = False,
     on_row: Any = None,
     rank: int | None = None,
+    lines: Lines | None = None,
 ) -> Session:
     """A new run directory and the session that writes it; with a rank given, `out` is that rank's own."""
     rules = parse_schedule(schedule) if schedule else ()
@@ -145,7 +147,9 @@ def open_session(
         "versions": versions(),
     }
     writer = RunWriter(path, info)
-    return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
+    return Session(
+        writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row, lines=lines
+    )
 
 
 def default_path(label: str) -> Path:
