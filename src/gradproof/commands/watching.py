@@ -69,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
-    from gradproof.experiments.examination import Examination
-
     outcome = script.run_program(
         program,
         words[1:],
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         schedule=args.schedule,
         budget=budget,
         quiet=args.quiet,
-        examiner=None if args.no_experiments else Examination,
+        experiments=not args.no_experiments,
         fix=parse_fix(args.fix) if args.fix else None,
         stop_after=args.steps,
         until=args.until,

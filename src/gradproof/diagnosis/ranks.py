@@ -74,7 +74,7 @@ def compare(run: Run, other: Run, here: str, there: str) -> Symptom | None:
 def why_not_averaged(run: Run) -> tuple[str, str | None]:
     """What the script does about averaging, in words, and the line of it."""
     wrapped, without = line_of(run, "ddp"), line_of(run, "no_sync")
-    if wrapped and facts(run, "averaged_passes") == 0:
+    if wrapped and not line_of(run, "synchronised forward"):
         if without:
             return (
                 f". Every pass through the DDP model of {wrapped} is inside the no_sync of {without}",
@@ -86,7 +86,7 @@ def why_not_averaged(run: Run) -> tuple[str, str | None]:
             forward,
         )
     if by_hand := line_of(run, "all_reduce"):
-        return f". They are averaged by hand at {by_hand}", by_hand
+        return f". all_reduce is called at {by_hand}", by_hand
     if wrapped:
         return f". DDP is made at {wrapped}", without or wrapped
     return ". Nothing in the script averages them", line_of(run, "backward", "step")

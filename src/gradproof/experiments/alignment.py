@@ -25,7 +25,9 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
             odd.append((grid, shares))
     if aligned is not None:
         share = aligned.share_at(1)
-        yield excluded("data-target-misaligned", f"{100 * share:.3g} % of the targets are the next token")
+        yield excluded(
+            "data-target-misaligned/shift", f"{100 * share:.3g} % of the targets are the next token"
+        )
         return
     for grid, shares in odd:
         yield from verdict_on(grid, shares)

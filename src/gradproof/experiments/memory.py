@@ -54,7 +54,7 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
         outside = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
         if same >= 0.9 * len(members) and (len(rewritten) >= 2 or outside):
             written = rewritten[-1].line if rewritten else operation.line
-            given = handed_out(evidence, members)
+            given = handed_out(evidence, first, operation)
             return confirmed(
                 "aliasing-or-inplace/one-buffer",
                 f"{same} of the {len(members)} tensors that {operation.name} puts together are one memory: "
@@ -67,13 +67,16 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def handed_out(evidence: Evidence, members: list[int]) -> Line | None:
-    """The line that made a view of the buffer to keep: there a clone() is missing."""
-    for slot in reversed(members):
-        maker = evidence.maker(slot)
-        if maker is not None and maker.name in VIEWS and maker.line is not None:
-            return maker.line
-    return None
+def handed_out(evidence: Evidence, first: int, stack: Operation) -> Line | None:
+    """The line that makes a view of the buffer to be kept: there a clone() is missing."""
+    storage = evidence.slot(first).storage
+    views = [
+        op
+        for op in evidence.forward
+        if op.name in VIEWS and op.line not in (None, stack.line) and not op.module and op.index < stack.index
+    ]
+    kept = [op for op in views if any(evidence.slot(made).storage == storage for made in op.makes)]
+    return kept[-1].line if kept and storage >= 0 else None
 
 
 def place_in_memory(evidence: Evidence, views: dict[int, tuple], slot: int) -> tuple:

@@ -68,6 +68,22 @@ def lines_behind(line: Line | None, target: bool = False) -> list[int]:
     return [number for number in dict.fromkeys(found) if number != line.number][:MOST]
 
 
+def lines_of_names(line: Line) -> list[int]:
+    """A statement, and the lines at which everything that it names was made, the nearest first."""
+    try:
+        source = read(line.file)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    statement = source.statement_at(line.number)
+    found = [line.number]
+    for node in ast.walk(statement) if statement is not None else ():
+        if statement is not None and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            made: list[int] = []
+            source.follow(node, source.scope_of(statement), statement.lineno, None, made)
+            found += made[:MOST]
+    return list(dict.fromkeys(found))
+
+
 def first_expression(statement: ast.stmt, target: bool) -> tuple[ast.expr | None, int | None]:
     """What to follow, and which part of it: of a loop over a loader, inputs are its first value, targets its last."""
     if isinstance(statement, (ast.For, ast.AsyncFor)):

@@ -53,7 +53,7 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
                 return
             if not found:
                 size = float(value.double().pow(2).mean().sqrt())
-                yield excluded(FAMILY, f"the inputs have a root mean square of {size:.3g}")
+                yield excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
                 return
 
 

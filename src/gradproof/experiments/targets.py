@@ -85,7 +85,9 @@ def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
 def _verdict_on_rows(flow: Flow, comparison: Comparison, a: Tensor, b: Tensor) -> Verdict | None:
     wrong = float((a != b).double().mean())
     if wrong == 0:
-        return excluded(FAMILY, f"each of {len(a)} targets is taken from the row of its input")
+        return excluded(
+            f"{FAMILY}/rows-of-another-batch", f"each of {len(a)} targets is taken from the row of its input"
+        )
     if wrong < 0.5 or len(torch.unique(b - a)) == 1:
         return None  # always the same distance: a window of a series
     pairs = ", ".join(f"{int(x)} with {int(y)}" for x, y in zip(a[:4], b[:4], strict=True))
@@ -178,7 +180,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind == "class")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
     if z > 5:
-        yield excluded(FAMILY, text)
+        yield excluded(f"{FAMILY}/targets-independent-of-inputs", text)
     elif z < 2.5 and evidence.step >= LATE and kept["count"] >= 100:
         learned = share_learned(evidence, comparison)
         if learned is not None and learned < 0.03:

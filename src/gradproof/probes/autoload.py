@@ -24,9 +24,12 @@ HANDOVER = "GRADPROOF_RUN"
 
 
 @contextmanager
-def handed_over(run: Path, schedule: str | None, budget: float | None) -> Iterator[None]:
+def handed_over(
+    run: Path, schedule: str | None, budget: float | None, experiments: bool = True
+) -> Iterator[None]:
     """Inside, processes that this one starts are watched too, into directories beside its own run."""
     wish = {"pid": os.getpid(), "run": str(run.absolute()), "schedule": schedule, "budget": budget}
+    wish["experiments"] = experiments
     before = os.environ.get(HANDOVER)
     os.environ[HANDOVER] = json.dumps(wish)
     try:
@@ -103,6 +106,7 @@ def begin(wish: dict[str, Any], optimizer: Optimizer, lines: Lines) -> None:
 
     from gradproof.probes.hooks import attach
     from gradproof.probes.names import Names
+    from gradproof.probes.taping import begin_taping
     from gradproof.probes.watch import default_path, open_session
 
     number = process_number()
@@ -117,6 +121,8 @@ def begin(wish: dict[str, Any], optimizer: Optimizer, lines: Lines) -> None:
         rank=number if wish["run"] else None,
         lines=lines,
     )
+    if number == 0 and wish.get("experiments", True):  # the other ranks would find the same
+        begin_taping(session, wish.get("budget"))
     hooks = attach(session)
     session.optimizer_made(optimizer)
     # runs in children of multiprocessing, which leave without atexit, and in any other process

@@ -52,23 +52,32 @@ class Lines:
         if site not in found and len(found) < MOST_SITES:
             found.append(site)
 
-    def read_source(self) -> None:
-        """What the source tells beside the calls: where the learning rate is set by hand, what decides on a step."""
+    def read_source(self, accumulates: bool) -> None:
+        """What the source tells beside the calls: where lr is set by hand, and what decides on a step."""
         if "step" not in self.sites:
             return
         steps = [self._places[site] for site in self.sites["step"] if site in self._places]
         for file, number in steps:
             short = file.rsplit("/", 1)[-1]
-            if (condition := find_condition(file, number)) is not None:
+            if accumulates and (condition := find_condition(file, number)) is not None:
                 self.sites.setdefault("step condition", []).append(f"{short}:{condition}")
-            if "scheduler" not in self.sites and "lr set" not in self.sites:
-                lines = [
-                    f"{short}:{i}"
-                    for i, text in enumerate(linecache.getlines(file), 1)
-                    if SETS_LR.search(text)
-                ]
-                if lines:
-                    self.sites["lr set"] = lines[:MOST_SITES]
+            by_hand = not {"scheduler", "scheduler made", "lr set"} & self.sites.keys()
+            if by_hand and (set_at := list(lines_that_set_lr(short, linecache.getlines(file)))):
+                self.sites["lr set"] = set_at[:MOST_SITES]
+
+
+def lines_that_set_lr(file: str, source: list[str]) -> Iterator[str]:
+    """`group["lr"] = lr`, and with it the line above that computes what is assigned."""
+    for number, text in enumerate(source, 1):
+        found = SETS_LR.search(text)
+        if found is None:
+            continue
+        value = text[found.end() :].strip()
+        made = re.compile(rf"\s*{re.escape(value)}\s*=(?!=)")
+        above = [
+            n for n, line in enumerate(source[: number - 1], 1) if value.isidentifier() and made.match(line)
+        ]
+        yield f"{file}:{number}" + (f", computed at {file}:{above[-1]}" if above else "")
 
 
 def find_condition(file: str, number: int) -> int | None:

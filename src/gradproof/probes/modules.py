@@ -59,6 +59,8 @@ class OutputProbe:
             return
         if self._names.is_outermost(module):
             self._lines.note("forward")
+            if getattr(module, "require_backward_grad_sync", False):  # DDP, outside of no_sync
+                self._lines.note("synchronised forward")
         for index, tensor in enumerate(tensors_in(output)):
             if (
                 self._last is not None and self._last() is tensor

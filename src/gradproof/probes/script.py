@@ -8,17 +8,12 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradproof.errors import UserError
-
-if TYPE_CHECKING:
-    from gradproof.probes.session import Session
-    from gradproof.probes.taping import Examine
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ def run_program(
     schedule: str | None = None,
     budget: float | None = None,
     quiet: bool = False,
-    examiner: Callable[[Session], Examine] | None = None,
+    experiments: bool = True,
     fix: tuple[str, float] | None = None,
     stop_after: int | None = None,
     until: int | None = None,
@@ -135,7 +130,7 @@ def run_program(
     from gradproof.probes.interventions import intervene
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
-    from gradproof.probes.taping import Taping
+    from gradproof.probes.taping import begin_taping
     from gradproof.probes.watch import default_path, open_session
 
     show, wipe = progress_line()
@@ -147,10 +142,10 @@ def run_program(
         budget=budget,
         on_row=None if quiet else show,
     )
-    if examiner is not None:
-        session.taping = Taping(session.names, examiner(session), only=until, budget=budget)
+    if experiments:
+        begin_taping(session, budget, only=until)
     session.stop_after = stop_after if until is None else until + 1
-    with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
+    with attach(session) as stack, handed_over(session.writer.path, schedule, budget, experiments):
         if fix is not None:
             intervene(stack, *fix)
         exit_code, error = execute(program, arguments)

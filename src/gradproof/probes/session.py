@@ -542,11 +542,7 @@ class Session:
     def _close_guarded(self) -> None:
         self._ledger.settle(0)
         self._parameters.describe_end()
-        self.lines.read_source()
-        counted = [getattr(root, "num_iterations", None) for root in self.names.roots.values()]
-        passes = [count for count in counted if isinstance(count, int)]
-        if passes:  # DDP counts the passes whose gradients it averages
-            self.facts["averaged_passes"] = max(passes)
+        self.lines.read_source(accumulates=self.counts["backward"] > 1.2 * self.step)
 
 
 def _float(value: Any) -> Any:

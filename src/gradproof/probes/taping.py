@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -28,6 +30,13 @@ PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tap
 
 # examine(tape, step, is it a landmark or in trouble?)
 Examine = Callable[[Tape, int, bool], None]
+EXAMINER = "gradproof.experiments.examination"  # named, not imported: experiments stand above probes
+
+
+def begin_taping(session: Any, budget: float | None = None, only: int | None = None) -> None:
+    """Tape steps of a session from here on, and have the experiments look at them."""
+    examine: Examine = import_module(EXAMINER).Examination(session)
+    session.taping = Taping(session.names, examine, only=only, budget=budget)
 
 
 class Taping:

@@ -22,6 +22,7 @@ from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
+from gradproof.probes.taping import begin_taping
 from gradproof.record.writer import RunWriter
 
 
@@ -83,8 +84,11 @@ def watch(
     out: str | os.PathLike | None = None,
     schedule: str | None = None,
     budget: float | None = None,
+    experiments: bool = True,
 ) -> Iterator[Monitor]:
     """Record the training inside the block as a run on disk; leaves no hook behind.
+
+    With `experiments`, some steps are taped and suspected causes tested on them, as in `gradproof run`.
 
     >>> with gradproof.watch(model, optimizer, out="runs/a") as run:  # doctest: +SKIP
     ...     train()
@@ -104,9 +108,11 @@ def watch(
     if not hooked:
         yield from _without_hooks(session)
         return
-    for each in optimizers:
-        session.optimizer_made(each)
     with attach(session, optimizers):
+        if experiments and session.rank == 0:  # the other ranks would find the same
+            begin_taping(session, budget)
+        for each in optimizers:
+            session.optimizer_made(each)
         try:
             yield Monitor(session, hooked=True)
         finally:
