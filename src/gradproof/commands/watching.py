@@ -75,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
     from gradproof.commands.viewing import served_beside
-    from gradproof.experiments.examination import Examination
 
     with served_beside() as page:
         outcome = script.run_program(
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             schedule=args.schedule,
             budget=budget,
             quiet=args.quiet,
-            examiner=None if args.no_experiments else Examination,
+            experiments=not args.no_experiments,
             fix=parse_fix(args.fix) if args.fix else None,
             stop_after=args.steps,
             until=args.until,

@@ -25,6 +25,7 @@ from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
 from gradproof.probes.again import Calls
 from gradproof.probes.ledger import Ledger
+from gradproof.probes.lines import Lines
 from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, user_line
 from gradproof.probes.parameters import Parameters
@@ -85,6 +86,7 @@ class Session:
         rank: int = 0,
         compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
+        lines: Lines | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
@@ -114,7 +116,9 @@ class Session:
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
         self._last_sampled = 0.0
         self.losses: deque[float] = deque(maxlen=2000)
-        self.facts: dict[str, Any] = {}  # plain data that listeners gather: modes, loads, clips
+        self.lines = lines or Lines()
+        # plain data that listeners gather; what begins with _ is for the experiments, not for the run
+        self.facts: dict[str, Any] = {"lines": self.lines.sites, "_initialised": self.lines.initialised}
         self.taping: Taping | None = None
         self.stop_after: int | None = None  # steps after which a trial has shown enough
         # what a handler leaves to be done outside of what is measured: a tape can only be cut where it runs
@@ -122,7 +126,7 @@ class Session:
         self._calls = Calls(self.fail)
         self._on_cpu: list[bool] = []  # of each model
         self._recent: dict[tuple[Any, str], deque[float]] = {}
-        self._outputs = OutputProbe(names, self._output_seen, self.fail)
+        self._outputs = OutputProbe(names, self.lines, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
 
@@ -131,7 +135,9 @@ class Session:
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
-        optim.remember(optimizer, user_line())
+        line = user_line()
+        optim.remember(optimizer, line)
+        self.facts.setdefault("_optimizers_made", {})[id(optimizer)] = line
         self.names.learn(optim.parameters_of(optimizer))
         self._listen_to_calls()
         if self.step == 0 and self.taping is not None and not self.taping.active:
@@ -572,6 +578,7 @@ class Session:
     def _close_guarded(self) -> None:
         self._ledger.settle(0)
         self._parameters.describe_end()
+        self.lines.read_source(accumulates=self.counts["backward"] > 1.2 * self.step)
 
 
 def _float(value: Any) -> Any:

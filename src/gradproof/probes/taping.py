@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +32,7 @@ LONG_BEFORE_TRAINING = (
 )
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 
+EXAMINER = "gradproof.experiments.examination"  # named, not imported: experiments stand above probes
 MOST_LOOKS = 3  # bad steps that are looked into before their update
 
 
@@ -42,6 +44,12 @@ class Examine(Protocol):
 
     def locate(self, tape: Tape, step: int, again: Again | None = None) -> bool:
         """A step that is bad before its update: True once the place is known."""
+
+
+def begin_taping(session: Any, budget: float | None = None, only: int | None = None) -> None:
+    """Tape steps of a session from here on, and have the experiments look at them."""
+    examine: Examine = import_module(EXAMINER).Examination(session)
+    session.taping = Taping(session.names, examine, only=only, budget=budget)
 
 
 class Taping:

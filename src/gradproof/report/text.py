@@ -64,7 +64,7 @@ def _symptoms(diagnosis: Diagnosis, paint) -> str:
 def _excluded(diagnosis: Diagnosis, paint) -> str:
     if not diagnosis.excluded:
         return ""
-    lines = [_wrap("  ", f"{e.family}: {e.reason}") for e in diagnosis.excluded]
+    lines = [_wrap("  ", f"{e.id or e.family}: {e.reason}") for e in diagnosis.excluded]
     return "\n".join([paint("bold", "Tested, and not the cause"), *lines])
 
 
