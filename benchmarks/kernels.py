@@ -211,46 +211,34 @@ def linear_table(n: int, d: int, v: int) -> dict:
     return row
 
 
-def linear_slabs(n: int, d: int, v: int) -> dict:
-    """Milliseconds by the bytes of the slab, and of its pieces."""
+def linear_pieces(n: int, d: int, v: int) -> dict:
+    """Milliseconds of the pieces of linear_cross_entropy, all rows, each alone."""
     from gradproof.kernels import linear_cross_entropy as module
     from gradproof.kernels import triton_loss
 
     h, w, y = linear_inputs(n, d, v)
-    row = {}
-    before = module.SLAB_BYTES
-    for mib in (256, 512, 1024, 2048):
-        module.SLAB_BYTES = mib << 20
-        rows = module.slab_rows(v, h.dtype, True, d)
-        row[f"{mib} MiB, rows {rows}"] = gpu_ms(
-            forward_backward(lambda: linear_cross_entropy(h, w, y), h, w), 4, 2
-        )
-    module.SLAB_BYTES = before
-    rows, many, _ = module.slab_rows(v, h.dtype, True, d)
-    many = min(many, n)
-    hs, ws = h.detach(), w.detach()
-    logits = torch.empty(rows, v, device="cuda")
-    dlogits = torch.randn(many, v, device="cuda", dtype=torch.bfloat16)
-    sum_dw = torch.zeros(v, d, device="cuda")
+    w = module._padded(w.detach())
+    h, stride = h.detach(), len(w)
+    rows, many, _ = module.slab_rows(n, 4 * stride, module.SLAB_BYTES, False, v * d // stride, 2 * d)
+    logits = torch.empty(rows, stride, device="cuda")
+    dlogits = torch.randn(many, stride, device="cuda", dtype=torch.bfloat16)
+    sum_dw = torch.zeros(stride, d, device="cuda", dtype=torch.bfloat16 if many == n else torch.float32)
     dh = torch.empty(many, d, device="cuda", dtype=torch.bfloat16)
     scale = triton_loss.mean_scale(y, None, None, -100)
-    options = LossOptions()
-    into = lambda add: module.multiply(dlogits.mT, hs[:many], out=sum_dw, add=add)  # noqa: E731
-    row["all: logits, float32 out"] = n / rows * gpu_ms(lambda: module.multiply(hs[:rows], ws.mT, out=logits))
-    row["all: dhidden"] = n / many * gpu_ms(lambda: torch.mm(dlogits, ws, out=dh))
-    row["all: dweight +="] = n / many * gpu_ms(lambda: into(True))
-    row["all: dweight ="] = n / many * gpu_ms(lambda: into(False))
-    row["all: loss"] = (
-        n
-        / rows
-        * gpu_ms(
-            lambda: triton_loss.losses_and_gradient(
-                logits, y[:rows], None, None, options, scale, dlogits[:rows]
-            )
+
+    def loss():
+        return triton_loss.losses_and_gradient(
+            logits[:, :v], y[:rows], None, None, LossOptions(), scale, dlogits[:rows, :v]
         )
-    )
-    row["dweight to bf16"] = gpu_ms(lambda: sum_dw.bfloat16())
-    return row
+
+    return {
+        "rows": [rows, many],
+        "logits, float32": n / rows * gpu_ms(lambda: module.multiply(h[:rows], w.mT, out=logits)),
+        "loss": n / rows * graph_ms(loss),
+        "dhidden": n / many * gpu_ms(lambda: torch.mm(dlogits, w, out=dh)),
+        "dweight": n / many * gpu_ms(lambda: module.multiply(dlogits.mT, h[:many], out=sum_dw, add=many < n)),
+        "dweight to bf16": 0.0 if many == n else gpu_ms(lambda: sum_dw.bfloat16()),
+    }
 
 
 # ---- statistics
@@ -424,7 +412,7 @@ def warm_in_parallel() -> dict:
 
 
 def gpu_tests(budget: float) -> dict:
-    names = ("tensor_stats", "operators", "cross_entropy", "linear_cross_entropy")
+    names = ("cuda_loss", "tensor_stats", "operators", "cross_entropy", "linear_cross_entropy")
     tests = [f"tests/test_{name}.py" for name in names]
     root = Path(__file__).parent.parent
     command = [
@@ -472,12 +460,13 @@ def cpu_cross_entropy(n: int = 1024, v: int = 50257) -> dict:
     return row
 
 
-def on_gpu(budget: float) -> None:
-    section("warm", warm_in_parallel)
+def on_gpu(budget: float, launches: bool) -> None:
     section("copy rate", copy_rate)
-    for dtype, n, v in CE_SHAPES:
-        name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
-        section(f"launches {name}", sweep, dtype, n, v, budget)
+    if launches:
+        section("warm", warm_in_parallel)
+        for dtype, n, v in CE_SHAPES:
+            name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
+            section(f"launches {name}", sweep, dtype, n, v, budget)
     section("waiting", no_waiting)
     section("graph", in_a_graph)
     section("repeats", repeats)
@@ -486,7 +475,7 @@ def on_gpu(budget: float) -> None:
         if seconds_left(budget) > 30:
             section(f"linear_cross_entropy {'x'.join(map(str, shape))}", linear_table, *shape)
     for shape in LINEAR_SHAPES:
-        section(f"slabs {'x'.join(map(str, shape))}", linear_slabs, *shape)
+        section(f"pieces of {'x'.join(map(str, shape))}", linear_pieces, *shape)
     for dtype, n, v in CE_SHAPES:
         name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
         if seconds_left(budget) > 20:
@@ -507,6 +496,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=460, help="leave out what does not fit into this time"
     )
+    parser.add_argument("--launches", action="store_true", help="time every way to launch the Triton kernel")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.warm:
@@ -517,7 +507,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     machine = torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()
     RESULTS.update(out=str(args.out), machine=f"{machine}, torch {torch.__version__}")
-    on_gpu(args.seconds) if gpu else on_cpu()
+    on_gpu(args.seconds, args.launches) if gpu else on_cpu()
     (args.out / "kernels.md").write_text(render_table())
     print(render_table())
 

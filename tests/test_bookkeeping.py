@@ -31,7 +31,7 @@ def train(
     optimizer = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.05)
     x = torch.randn(16 * batches, 4)
     y = x[:, :1] - x[:, 1:2]
-    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+    with gradproof.watch(model, optimizer, out=tmp_path / "run", experiments=False):
         for _ in range(epochs):
             model.train()
             for rows in range(0, len(x), 16):
@@ -203,7 +203,7 @@ def accumulate(tmp_path, when_to_step, clear_each=False):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+    with gradproof.watch(model, optimizer, out=tmp_path / "run", experiments=False):
         for _ in range(10):
             for i in range(16):
                 if clear_each:

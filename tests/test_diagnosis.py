@@ -82,7 +82,7 @@ def seen(run):
 
 def train(path, model, optimizer, step, steps=40, **options):
     """A real training, watched: `step(i)` does one of its steps."""
-    with gradproof.watch(model, optimizer, out=path, **options):
+    with gradproof.watch(model, optimizer, out=path, experiments=False, **options):
         for i in range(steps):
             step(i)
     return open_run(path)
@@ -127,7 +127,8 @@ def test_a_nan_in_forward_is_found_with_its_module(tmp_path):
         optimizer.step()
 
     first = diagnose(train(tmp_path / "run", model, optimizer, step, schedule="all every step")).causes[0]
-    assert (first.family, first.step, first.where) == ("forward-nonfinite", 12, "output of 2")
+    assert (first.family, first.step) == ("forward-nonfinite", 12)
+    assert first.where == "output of 2"  # and no line: the model itself is never called
     assert first.level == "problem" and "nan" in first.evidence[0]
 
 
@@ -142,7 +143,8 @@ def test_a_nan_in_backward_names_the_parameter_nearest_to_the_loss(tmp_path):
 
     run = train(tmp_path / "run", model, optimizer, step, schedule="parameters every step")
     first = diagnose(run).causes[0]
-    assert (first.family, first.step, first.where) == ("backward-nonfinite", 12, "gradient of 2.bias")
+    assert (first.family, first.step) == ("backward-nonfinite", 12)
+    assert first.where.startswith("gradient of 2.bias (test_diagnosis.py:")
 
 
 def test_harmless_infinities_are_not_blamed(written):
@@ -287,7 +289,8 @@ def test_parameters_outside_the_optimizer(tmp_path):
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05)
     found = diagnose(train(tmp_path / "run", model, optimizer, regression(model, optimizer)))
     first = found.causes[0]
-    assert (first.id, first.where) == ("param-not-updated/not-in-optimizer", "0.weight")
+    assert first.id == "param-not-updated/not-in-optimizer"
+    assert first.where.startswith("0.weight (test_diagnosis.py:")  # where the optimizer is made
     assert (first.level, first.confidence) == ("problem", "proven")
     model[0].requires_grad_(False)  # frozen on purpose
     run = train(tmp_path / "twin", model, optimizer, regression(model, optimizer))

@@ -23,12 +23,22 @@ MAY_IMPORT = {
     "report": {"numpy", "record", "diagnosis", "starlette", "uvicorn"},
     "lm": {"torch", "numpy", "kernels", "safetensors", "tokenizers"},
     "faults": {"torch", "numpy", "lm"},
-    "integrations": {"probes", "record", "transformers", "lightning", "accelerate", "tensorboard", "wandb"},
+    "integrations": {
+        "numpy",
+        "probes",
+        "record",
+        "transformers",
+        "lightning",
+        "accelerate",
+        "tensorboard",
+        "wandb",
+    },
 }
 
 # top-level module -> the same
 MODULES_MAY_IMPORT = {
     "errors": set(),
+    "fixtures": {"pytest", "probes", "diagnosis", "report"},
     "sanity": {"torch", "check", "numerics"},
     "testing": {"torch", "check", "hypothesis"},
 }
@@ -70,6 +80,14 @@ def test_testing_needs_hypothesis_only_where_it_is_used():
     tree = ast.parse((SOURCE / "testing.py").read_text())
     at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not any("hypothesis" in ast.unparse(node) for node in at_import)
+
+
+def test_the_fixture_costs_other_test_suites_nothing():
+    """pytest loads it wherever gradproof is installed."""
+    code = (
+        "import pytest, sys, gradproof.fixtures; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))

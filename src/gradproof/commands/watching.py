@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradproof.commands.exporting import SINKS, make_sink
 from gradproof.errors import EXIT_OWN_ERROR, UserError
 
 
@@ -47,6 +48,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "all from the first non-finite value on' (default: as much as the budget affords)",
     )
     parser.add_argument(
+        "--to", action="append", choices=SINKS, help="show it in TensorBoard or W&B, too, while it trains"
+    )
+    parser.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER)
@@ -71,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
     from gradproof.commands.viewing import served_beside
-    from gradproof.experiments.examination import Examination
 
     with served_beside() as page:
         outcome = script.run_program(
@@ -81,11 +84,12 @@ def run(args: argparse.Namespace) -> int:
             schedule=args.schedule,
             budget=budget,
             quiet=args.quiet,
-            examiner=None if args.no_experiments else Examination,
+            experiments=not args.no_experiments,
             fix=parse_fix(args.fix) if args.fix else None,
             stop_after=args.steps,
             until=args.until,
             on_open=page.open if args.live else None,
+            sinks=[make_sink(name) for name in args.to or ()],
         )
         exit_code = end_run(outcome, args, words)
         if not outcome.interrupted:

@@ -9,9 +9,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from gradproof.diagnosis.bookkeeping import trains_well
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
+from gradproof.diagnosis.gains import placed_by_gain
+from gradproof.diagnosis.places import add_place
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
 
@@ -34,6 +37,9 @@ PROOFS = (
 )
 
 
+# A learning rate that trains well is a little too high early and a little too low late: not worth a word.
+STEP_LENGTHS = ("lr-too-high", "lr-too-low")
+
 # Symptoms that say: this training does not go well, whatever the reason.
 TROUBLE = ("nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling")
 
@@ -50,18 +56,17 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     troubled = any(symptom.name in TROUBLE for symptom in symptoms)
     verdicts = last_verdicts(run)
     found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
-    excluded = {
-        v["family"]: Exclusion(v["family"], v.get("reason", ""))
-        for v in verdicts
-        if v.get("verdict") == "excluded"
-    }
-    found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
+    if not troubled and trains_well(run):
+        found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
+    excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
+    found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)))
+    found = [add_place(placed_by_gain(finding, run), run) for finding in found]
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
         causes=add_trials(rank(found), run),
         symptoms=tuple(sorted(symptoms, key=lambda s: LEVELS.index(s.level))),
-        excluded=tuple(e for family, e in excluded.items() if family not in {f.family for f in found}),
+        excluded=tuple(e for e in excluded if e.family not in {f.family for f in found}),
         cost=run.info.get("cost", {}),
         notes=tuple(run.notes),
     )
@@ -78,6 +83,15 @@ def last_verdicts(run: Run) -> list[dict[str, Any]]:
         if not (before and before["verdict"] == "confirmed" and before.get("lasting")):
             last[key] = event
     return list(last.values())
+
+
+# A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart.
+SPEAKS_FOR = 4
+
+
+def exclusion_of_verdict(verdict: dict[str, Any]) -> Exclusion:
+    until = SPEAKS_FOR * (int(verdict.get("step") or 0) + 1)
+    return Exclusion(verdict["family"], verdict.get("reason", ""), verdict.get("about") or "", until)
 
 
 def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
@@ -118,11 +132,12 @@ def add_trials(causes: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
     return tuple(replace(c, tried=str(trials[c.id])) if c.id in trials else c for c in causes)
 
 
-def findings_of_symptoms(symptoms: list[Symptom], excluded: set[str]) -> list[Finding]:
+def findings_of_symptoms(symptoms: list[Symptom], excluded: list[Exclusion], steps: int) -> list[Finding]:
     """One finding for each cause that the symptoms suggest; symptoms of one cause become its evidence."""
     evidence: dict[str, list[Symptom]] = {}
     for symptom in symptoms:
-        suspects = [s for s in symptom.suspects if s.partition("/")[0] not in excluded]
+        last = steps if symptom.step is None else symptom.step
+        suspects = [s for s in symptom.suspects if not any(e.covers(s, last) for e in excluded)]
         if suspects:
             evidence.setdefault(suspects[0], []).append(symptom)
     return [finding_of_suspicion(id, seen) for id, seen in evidence.items()]

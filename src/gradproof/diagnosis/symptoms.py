@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from gradproof.diagnosis.bookkeeping import BOOKKEEPING, line_of
+from gradproof.diagnosis.bookkeeping import BOOKKEEPING
 from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
 from gradproof.record.run import Run, Table

@@ -26,9 +26,8 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
     if aligned is not None:
         share = aligned.share_at(1)
         text = f"{100 * share:.3g} % of the targets are the next token"
-        yield excluded(
-            "data-target-misaligned", text, numbers=name_lags({l: aligned.share_at(l) for l in LAGS})
-        )
+        lags = name_lags({l: aligned.share_at(l) for l in LAGS})
+        yield excluded("data-target-misaligned/shift", text, numbers=lags)
         return
     for grid, shares in odd:
         yield from verdict_on(grid, shares)

@@ -35,6 +35,7 @@ class Verdict:
     id: str = ""
     evidence: tuple[str, ...] = ()
     reason: str = ""  # for an exclusion: the number that excludes
+    about: str = ""  # for an exclusion: the id that it is about; empty if the whole family is
     where: str | None = None
     fix: str = ""
     level: str = "problem"
@@ -50,8 +51,10 @@ def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:
     return Verdict(CONFIRMED, id.partition("/")[0], id, tuple(evidence), **details)
 
 
-def excluded(family: str, reason: str, **details: Any) -> Verdict:
-    return Verdict(EXCLUDED, family, reason=reason, **details)
+def excluded(id: str, reason: str, **details: Any) -> Verdict:
+    """Not this: a whole family, or (family/what) the one thing that was measured."""
+    family, _, what = id.partition("/")
+    return Verdict(EXCLUDED, family, about=id if what else "", reason=reason, **details)
 
 
 def undecided(family: str, reason: str) -> Verdict:
@@ -71,6 +74,9 @@ class Evidence:
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key
+    again: Any = (
+        None  # where the tape is of a model's call that was made again: what was not finite, and how it ran
+    )
 
     @cached_property
     def roles(self) -> Roles:

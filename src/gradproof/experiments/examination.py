@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
+from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
@@ -42,6 +44,8 @@ from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 from gradproof.tape.shadow import Shadow
+
+MOST_GAINS = 64  # steps whose gains are written into a run
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
@@ -98,12 +102,30 @@ class Examination:
         self._memory: dict[str, Any] = {"facts": session.facts}
         self._said: dict[tuple[str, str], dict[str, Any]] = {}
         self._failed: set[str] = set()
+        self._gains_written = 0
         self._shadows = 0
         self.seconds: dict[str, float] = {}
 
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
+        evidence = self._evidence(tape, step)
+        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
+            self._run(experiment, evidence)
+        if thorough and self._gains_written < MOST_GAINS:
+            self._write_gains(evidence)
+        if "shadow" in vars(evidence) and self._shadows < MOST_SHADOWS:  # one of them asked for it
+            self._shadows += 1
+            self._writer.write_event("shadow", step=step, **describe_shadow(evidence.shadow))
+
+    def locate(self, tape: Any, step: int, again: Any = None) -> bool:
+        """A step that is bad before its update, or one made again: True once the place of birth is known."""
+        evidence = self._evidence(tape, step)
+        evidence.again = again
+        self._run(where_was_it_born, evidence)
+        return bool(self._memory.get("located"))
+
+    def _evidence(self, tape: Any, step: int) -> Evidence:
         session = self._session
-        evidence = Evidence(
+        return Evidence(
             tape=tape,
             step=step,
             models=dict(session.names.roots),
@@ -112,11 +134,14 @@ class Examination:
             directory=None if self._writer.broken else self._writer.path,
             memory=self._memory,
         )
-        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
-            self._run(experiment, evidence)
-        if "shadow" in vars(evidence) and self._shadows < MOST_SHADOWS:  # one of them asked for it
-            self._shadows += 1
-            self._writer.write_event("shadow", step=step, **describe_shadow(evidence.shadow))
+
+    def _write_gains(self, evidence: Evidence) -> None:
+        """The gain of each module, for the history that the diagnosis reads."""
+        self._gains_written += 1
+        with suppress(Exception):
+            modules = gains_by_module(evidence.tape)
+            if modules:
+                self._writer.write_event("gains", step=evidence.step, modules=modules)
 
     def _run(self, experiment: Experiment, evidence: Evidence) -> None:
         name = experiment.__name__

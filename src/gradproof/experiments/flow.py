@@ -175,6 +175,10 @@ class Flow:
 
     def origin(self, slot: int, besides: Line | None = None) -> str | None:
         """Where a batch was cut out of its data (not at the line `besides`): `get_batch (train.py:40)`."""
+        line = self.origin_line(slot, besides)
+        return place_of_data(line) if line is not None else None
+
+    def origin_line(self, slot: int, besides: Line | None = None) -> Line | None:
         maker = self.maker(slot)
         while maker is not None:
             chosen = (
@@ -184,9 +188,9 @@ class Flow:
             )
             for op in (chosen, maker):
                 if op is not None and op.line is not None and op.line != besides:
-                    return place_of_data(op.line)
+                    return op.line
             maker = self.maker(maker.reads[0]) if maker.reads else None
-        return place_of_data(besides) if besides is not None else None
+        return besides
 
     def ancestors(self, slot: int) -> set[int]:
         """Every slot a slot was made from, itself included."""

@@ -40,10 +40,18 @@ def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
         "bad-init/symmetric",
         f"the {weight.shape[0]} units of {name} are equal (first entry {value}) and {what}: they can never differ",
         *([f"so are those of {', '.join(n for n, _, _ in twins[1:4])}"] if len(twins) > 1 else []),
-        where=name.rpartition(".")[0] or name,
+        where=place_of_start(evidence, name),
         fix=f"initialise {name} at random, for example nn.init.xavier_uniform_; zeros only in a last layer",
         lasting=True,
     )
+
+
+def place_of_start(evidence: Evidence, name: str) -> str:
+    """The module of a parameter, and the line of the script that gave it its first values, where one did."""
+    parameter = named_parameters(evidence).get(name)
+    line = evidence.memory.get("facts", {}).get("_initialised", {}).get(id(parameter))
+    module = name.rpartition(".")[0] or name
+    return f"{module} ({line})" if line else module
 
 
 def same_rows(tensor: Tensor) -> bool:
@@ -73,7 +81,7 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     yield confirmed(
         "bad-init/too-large",
         *lines,
-        where=name.rpartition(".")[0] or name,
+        where=place_of_start(evidence, name),
         fix=f"initialise {name} with a standard deviation of about {std:.2g}, not {float(weight.detach().std()):.2g}",
         if_troubled=not far,
         confidence="proven" if far else "likely",

@@ -138,10 +138,13 @@ def is_similarity(evidence: Evidence, product: Operation) -> bool:
 
 def verdict_of(operation: Operation, target: Side, what: str, level: str = "problem") -> Verdict:
     layers = ", ".join(sorted(target.layers)[:3])
+    # the target is to be cut off where it is made; a comparison made in the same line stands for both
+    made = next((op.line for op in target.after if op.line and op.line != operation.line), operation.line)
     return confirmed(
         "missing-stop-gradient/target",
         f"{operation.name} compares two things that are both trained: the target, {what}, passes gradient to {layers}",
-        where=place_of("", operation.line),
+        *([f"compared at {operation.line}"] if made != operation.line else []),
+        where=place_of("", made),
         fix="compute the target under torch.no_grad(), or detach() it",
         level=level,
         confidence="likely",

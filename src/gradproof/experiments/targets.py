@@ -11,6 +11,7 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.provenance import say_where_made
 from gradproof.tape.operators import is_random
 
 FAMILY = "data-target-misaligned"
@@ -84,7 +85,9 @@ def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
 def _verdict_on_rows(flow: Flow, comparison: Comparison, a: Tensor, b: Tensor) -> Verdict | None:
     wrong = float((a != b).double().mean())
     if wrong == 0:
-        return excluded(FAMILY, f"each of {len(a)} targets is taken from the row of its input")
+        return excluded(
+            f"{FAMILY}/rows-of-another-batch", f"each of {len(a)} targets is taken from the row of its input"
+        )
     if wrong < 0.5 or len(torch.unique(b - a)) == 1:
         return None  # always the same distance: a window of a series
     pairs = ", ".join(f"{int(x)} with {int(y)}" for x, y in zip(a[:4], b[:4], strict=True))
@@ -177,7 +180,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind == "class")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
     if z > 5:
-        yield excluded(FAMILY, text)
+        yield excluded(f"{FAMILY}/targets-independent-of-inputs", text)
     elif z < 2.5 and evidence.step >= LATE and kept["count"] >= 100:
         learned = share_learned(evidence, comparison)
         if learned is not None and learned < 0.03:
@@ -185,6 +188,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
                 f"{FAMILY}/targets-independent-of-inputs",
                 text,
                 f"after {evidence.step} steps the predictions explain {100 * max(learned, 0):.1f} % of the targets",
+                *say_where_made(evidence, slot),
                 where=flow.origin(comparison.target, comparison.operation.line),
                 fix="check that inputs and targets are shuffled together, and print a batch side by side",
                 if_troubled=True,

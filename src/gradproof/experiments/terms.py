@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +13,8 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import KINDS, VIEWS, Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
-from gradproof.tape.operations import Operation, Ref
+from gradproof.experiments.provenance import lines_of_names
+from gradproof.tape.operations import Line, Operation, Ref
 from gradproof.tape.replay import differentiate
 
 FAMILY = "loss-scale-or-sign"
@@ -50,21 +53,42 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
         found = flow.values([weight]).get(weight)
         gradient = gradients.get(made)
         cosine = _cosine(up * gradient, found) if gradient is not None and found is not None else None
-        if cosine is not None and cosine > 0.9:
+        wanted = is_it_wanted(op.line)
+        if cosine is not None and cosine > 0.9 and wanted is not False:
             yield confirmed(
                 f"{FAMILY}/policy-sign",
                 "the gradient lowers the log-probability of what was done in proportion to the weight it is given "
                 f"(cosine {cosine:.3f}): after a good return the action becomes less likely",
                 where=place_of("", op.line),
                 fix="minimise the negative: loss = -(log_prob * advantage).mean()",
-                confidence="likely",
+                level="problem" if wanted else "warning",
+                confidence="likely" if wanted else "possible",
                 lasting=True,
             )
             return
     if cosines and min(cosines) > 0.5:
         yield excluded(
-            FAMILY, f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})"
+            f"{FAMILY}/sign",
+            f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})",
         )
+
+
+GOOD = re.compile(r"reward|return|score|gain|payoff|utility", re.I)
+BAD = re.compile(r"cost|penalt|regret|tour|length|distance|energy|delay", re.I)
+
+
+def is_it_wanted(line: Line | None) -> bool | None:
+    """Whether the numbers that weigh a policy's choices are something to gain or to avoid, by what the script calls
+    them: costs may well be minimised. The nearest line with a word for it counts; None where there is none."""
+    seen = ""
+    for number in lines_of_names(line) if line is not None else ():
+        text = re.sub(r"\w*loss\w*|^\s*return\b", "", linecache.getline(line.file, number) if line else "")
+        seen += text
+        for part in (text, text.partition("=")[0]):  # `reward = -distance` is a reward
+            good, bad = GOOD.search(part) is not None, BAD.search(part) is not None
+            if good != bad:
+                return good
+    return True if re.search(r"\badv", seen) else None  # an advantage is better than expected
 
 
 def plain_differences(flow: Flow, root: int) -> Iterator[int]:

@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 from gradproof import __version__
 from gradproof.probes.distributed import rank_and_world
 from gradproof.probes.hooks import attach
+from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
+from gradproof.probes.taping import begin_taping
+from gradproof.record.sink import Sink
 from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY, describe_source
 from gradproof.record.writer import RunWriter
 
@@ -83,8 +86,12 @@ def watch(
     out: str | os.PathLike | None = None,
     schedule: str | None = None,
     budget: float | None = None,
+    sinks: Sequence[Sink] = (),
+    experiments: bool = True,
 ) -> Iterator[Monitor]:
-    """Record the training inside the block as a run on disk; leaves no hook behind.
+    """Record the training inside the block as a run on disk; leaves no hook behind. Sinks hear it, too.
+
+    With `experiments`, some steps are taped and suspected causes tested on them, as in `gradproof run`.
 
     >>> with gradproof.watch(model, optimizer, out="runs/a") as run:  # doctest: +SKIP
     ...     train()
@@ -99,14 +106,17 @@ def watch(
         schedule=schedule,
         budget=budget,
         compiled=any(is_compiled(m) for m in models),
+        sinks=sinks,
     )
     hooked = bool(models or optimizers)
     if not hooked:
         yield from _without_hooks(session)
         return
-    for each in optimizers:
-        session.optimizer_made(each)
     with attach(session, optimizers):
+        if experiments and session.rank == 0:  # the other ranks would find the same
+            begin_taping(session, budget)
+        for each in optimizers:
+            session.optimizer_made(each)
         try:
             yield Monitor(session, hooked=True)
         finally:
@@ -130,8 +140,13 @@ def open_session(
     compiled: bool = False,
     on_row: Any = None,
     rank: int | None = None,
+    sinks: Sequence[Sink] = (),
+    lines: Lines | None = None,
 ) -> Session:
-    """A new run directory and the session that writes it; with a rank given, `out` is that rank's own."""
+    """A new run directory and the session that writes it; with a rank given, `out` is that rank's own.
+
+    Sinks hear of rank 0 only.
+    """
     rules = parse_schedule(schedule) if schedule else ()
     found, world = rank_and_world()
     path = Path(f"{out}.rank{found}") if found and rank is None else Path(out)
@@ -147,10 +162,12 @@ def open_session(
         "schedule": schedule,
         "versions": versions(),
     }
-    writer = RunWriter(path, info)
+    writer = RunWriter(path, info, sinks if rank == 0 else ())
     if 0 < len(script) <= LARGEST_COPY:
         writer.keep_file(SCRIPT_COPY, script)
-    return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
+    return Session(
+        writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row, lines=lines
+    )
 
 
 def default_path(label: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,21 @@ from gradproof.record.schema import (
     FORMAT,
     FRAMES_FILE,
     INFO_FILE,
+    PERCENTILES,
     STATISTICS,
+    STATISTICS_FRAME,
     STEP_COLUMNS,
     STEPS_FILE,
     json_line,
     pack_frame,
 )
+from gradproof.record.sink import Sink, Sinks
 
 
 class RunWriter:
     """One run directory, made new; `add_tensor` gives the number under which frames know a tensor."""
 
-    def __init__(self, path: str | os.PathLike, info: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | os.PathLike, info: Mapping[str, Any], sinks: Sequence[Sink] = ()) -> None:
         self.path = Path(path)
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
@@ -43,6 +46,8 @@ class RunWriter:
             self._give_up(error)
         self._append(STEPS_FILE, (",".join(STEP_COLUMNS) + "\n").encode())
         self.save_info()
+        self._sinks = Sinks(sinks)
+        self._sinks.tell("begin", self.path, self._info)
 
     def add_tensor(self, kind: str, name: str, **facts: Any) -> int:
         """The number of a tensor, given at first sight; facts such as shape and dtype are kept in run.json."""
@@ -62,11 +67,20 @@ class RunWriter:
         """One row of steps.csv; a missing column stays empty."""
         cells = (_cell(row.get(column)) for column in STEP_COLUMNS)
         self._append(STEPS_FILE, (",".join(cells) + "\n").encode())
+        self._sinks.tell("step", row)
 
     def write_frame(self, content: int, step: int, numbers: np.ndarray, values: np.ndarray) -> None:
         """The statistics of one step; names must be on disk before the numbers that refer to them."""
         self.save_info()
         self._append(FRAMES_FILE, pack_frame(content, step, numbers, values))
+        if not self._sinks.listening:
+            return
+        tensors = [self._info["tensors"][number] for number in numbers]
+        names = [f"{tensor['kind']}/{tensor['name']}" for tensor in tensors]
+        if content == STATISTICS_FRAME:
+            self._sinks.tell("tensors", step, names, values)
+        else:
+            self._sinks.tell("distributions", step, names, values[:, : len(PERCENTILES)])
 
     def write_event(self, name: str, **facts: Any) -> None:
         """Something rare: a verdict, a note, the first bad operation."""
@@ -96,6 +110,7 @@ class RunWriter:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+        self._sinks.tell("end")
 
     def _append(self, name: str, data: bytes) -> None:
         if self.broken:

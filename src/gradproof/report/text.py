@@ -64,7 +64,7 @@ def _symptoms(diagnosis: Diagnosis, paint) -> str:
 def _excluded(diagnosis: Diagnosis, paint) -> str:
     if not diagnosis.excluded:
         return ""
-    lines = [_wrap("  ", f"{e.family}: {e.reason}") for e in diagnosis.excluded]
+    lines = [_wrap("  ", f"{e.id or e.family}: {e.reason}") for e in diagnosis.excluded]
     return "\n".join([paint("bold", "Tested, and not the cause"), *lines])
 
 
@@ -109,5 +109,6 @@ def _painter(color: bool):
     return lambda style, text: f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
 
-def wants_color(stream: TextIO = sys.stdout) -> bool:
+def wants_color(stream: TextIO | None = None) -> bool:
+    stream = stream or sys.stdout  # now, not when this file was imported: it may be redirected
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

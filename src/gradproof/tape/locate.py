@@ -148,7 +148,7 @@ def _operation(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad
     count = int(mask.sum()) if mask is not None else 0
     where = tuple(mask.nonzero()[0].tolist()) if mask is not None and count else ()
     rows = (
-        trace_rows(tape, operation, origin, mask)
+        trace_rows(tape, operation, origin, bad.slot, mask)
         if mask is not None and operation.phase != "optimizer"
         else ""
     )

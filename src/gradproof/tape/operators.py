@@ -23,6 +23,9 @@ FUSED_ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable",
 }  # fmt: skip
 
+# the mask of their dropout exists only inside them
+DROPS_INSIDE = FUSED_ATTENTION | {"_flash_attention_forward", "_efficient_attention_forward"}
+
 
 def name_of(func: Callable) -> str:
     packet = getattr(func, "overloadpacket", func)
@@ -76,7 +79,7 @@ def is_random(func: Callable, args: tuple, kwargs: dict) -> bool:
     """True when the result depends on the random generator."""
     if not _is_seeded(func):
         return False
-    if name_of(func) in FUSED_ATTENTION:
+    if name_of(func) in DROPS_INSIDE:
         return bool(argument(func, args, kwargs, "dropout_p", 0.0))
     if name_of(func) in ("_cudnn_rnn", "miopen_rnn", "_fused_rms_norm"):
         return False

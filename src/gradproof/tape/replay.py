@@ -433,6 +433,7 @@ def _looked_at(tape: Tape) -> Iterator[tuple[int, int]]:
     for call in tape.backwards:
         for at, _, gradient in (*call.contributions, *call.received):
             yield at, gradient
+        yield from ((call.last, slot) for slot in call.results if slot is not None)
     yield from tape.final_gradients.values()
     for function in tape.functions:
         for at, gradients_in, gradients_out, _ in function.backwards:

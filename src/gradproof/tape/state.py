@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradproof.tape.attention import generator_state
 from gradproof.tape.operations import (
     BackwardCall,
     FunctionCall,
@@ -26,6 +27,7 @@ from gradproof.tape.operations import (
     references,
 )
 from gradproof.tape.operators import (
+    DROPS_INSIDE,
     FRESH,
     OVERWRITES,
     READS_NO_VALUES,
@@ -134,10 +136,13 @@ class State:
         for tensor in written:
             self.keep_before_write(tensor, name)
         self.was_read.update(ref.slot for ref in references(refs))
-        return refs, written, line, scaled, grad_enabled
+        drawn_from = None
+        if name in DROPS_INSIDE and is_random(func, args, kwargs):
+            drawn_from = generator_state(args[0].device)
+        return refs, written, line, scaled, grad_enabled, drawn_from
 
     def after(self, pending: tuple, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        (ref_args, ref_kwargs), written, line, scaled, grad_enabled = pending
+        (ref_args, ref_kwargs), written, line, scaled, grad_enabled, drawn_from = pending
         name = name_of(func)
         if is_collective(func):  # may still be running: its result is read when somebody reads it
             written = list(tensors_in((args, kwargs)))
@@ -165,6 +170,8 @@ class State:
                 self.unknown.pop(storage_key(tensor) or 0, None)
         if not self.large.isdisjoint(operation.reads) and fresh:
             self.pick_from_large(operation, fresh)
+        elif drawn_from is not None:
+            operation.frozen = (drawn_from,)
         elif (
             is_random(func, args, kwargs) or name == "wait_tensor"
         ):  # awaited: now a collective's result is known

@@ -1,0 +1,41 @@
+"""The pytest fixture `watched`: a test that trains for some steps fails if the training is sick.
+
+pytest finds it by itself where gradproof is installed. Imports nothing heavy: every pytest session loads this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Callable:
+    """`gradproof.watch` that ends with a diagnosis; `fail_on="warning"` is stricter than the default, "problem".
+
+    def test_training_is_healthy(watched):
+        with watched(model, optimizer):
+            train(steps=50)
+    """
+
+    @contextmanager
+    def watch_and_judge(
+        model: Any = None, optimizer: Any = None, *, fail_on: str = "problem", **options: Any
+    ) -> Iterator:
+        from gradproof.diagnosis.findings import LEVELS
+        from gradproof.diagnosis.ranking import diagnose
+        from gradproof.probes.watch import watch
+        from gradproof.report.text import render_text
+
+        options.setdefault("out", tmp_path / "run")
+        with watch(model, optimizer, **options) as monitor:
+            yield monitor
+        found = diagnose(monitor.path)
+        if found.worst and LEVELS.index(found.worst) <= LEVELS.index(fail_on):
+            pytest.fail(f"the training is sick\n{render_text(found)}", pytrace=False)
+
+    return watch_and_judge

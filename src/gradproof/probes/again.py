@@ -1,0 +1,243 @@
+"""Runs the model's calls of a step again, from what they were called with: for a NaN in a step that was not taped.
+
+Each call of a model is remembered until the step ends: its arguments by reference, the states of the random
+generators, autocast, and the gradient that came back to its output. Parameters change only in the update, so before
+it everything is there. What is left out: code around the model (the loss), arguments that were changed in place
+since, models that remember calls, and several processes, where running again would talk to the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradproof.probes.distributed import rank_and_world
+from gradproof.probes.modules import recomputing
+from gradproof.probes.modules import tensors_in as outputs_in
+from gradproof.tape.operations import Tape
+from gradproof.tape.record import Recorder
+from gradproof.tape.tensors import map_tensors, nbytes, tensors_in
+
+MOST_CALLS = 16  # of one step: micro-batches, players
+LARGEST_GRADIENT = (
+    64 << 20
+)  # bytes: a larger output's gradient is not kept, and only its forward is run again
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass
+class Call:
+    """One call of a model, with what it takes to make it again."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    generators: dict[str, Tensor]
+    autocasts: list[tuple[str, bool, torch.dtype]]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # output -> gradient that came back to it
+
+
+@dataclass(frozen=True)
+class Again:
+    """A call made again, operation by operation and, where a compiler is in use, by its code."""
+
+    tape: Tape
+    eager: str  # what was not finite when it ran operation by operation: the output, a gradient, or nothing
+    compiled: str  # the same of the compiled code
+
+
+class Calls:
+    """The calls of the models in the step that is under way."""
+
+    def __init__(self, fail: Callable[[Exception], None]) -> None:
+        self._fail = fail
+        self._stack = ExitStack()
+        self._attached: list[nn.Module] = []
+        self._outer: dict[int, nn.Module] = {}  # id of a model -> the compiled module around it
+        self._compiler = False
+        self._making = False
+        self.kept: deque[Call] = deque(maxlen=MOST_CALLS)
+
+    def attach(self, models: Iterable[nn.Module]) -> None:
+        """Listen to these models, each at its outermost call."""
+        wanted = [self._outer.get(id(model), model) for model in models]
+        if [id(m) for m in wanted] == [id(m) for m in self._attached]:
+            return
+        self.detach()
+        self._attached = wanted
+        for model in wanted:
+            self._stack.enter_context(_listening(model, self._called, self._returned))
+
+    def detach(self) -> None:
+        self._stack.close()
+        self._attached = []
+        self.kept.clear()
+
+    def something_compiled(self, made: Any) -> None:
+        """From here on the model is called through compiled code: hooks inside would break its graph."""
+        self.detach()
+        self._compiler = True
+        inner = getattr(made, "_orig_mod", None)
+        if isinstance(inner, nn.Module):
+            self._outer[id(inner)] = made
+
+    def _called(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._making or not torch.is_grad_enabled() or recomputing():
+            return
+        try:
+            with _disable_current_modes():  # what is kept is no part of a step that is taped
+                if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+                    args, kwargs = map_tensors((args, kwargs), _without_history)
+                autocasts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
+                self.kept.append(Call(model, args, kwargs, _generators(), autocasts))
+        except Exception as error:
+            self._fail(error)
+
+    def _returned(self, model: nn.Module, output: Any) -> None:
+        call = self.kept[-1] if self.kept else None
+        if self._making or call is None or call.model is not model or recomputing():
+            return
+        try:
+            for index, tensor in enumerate(outputs_in(output)):
+                if tensor.requires_grad and nbytes(tensor) <= LARGEST_GRADIENT:
+                    tensor.register_hook(_keep_gradient(call, index))
+        except Exception as error:
+            self._fail(error)
+
+    def make_again(self, names: dict[Tensor, str]) -> Iterator[Again]:
+        """The calls that were kept, made again one after another; nothing of it is left behind in the models."""
+        if rank_and_world()[1] > 1:
+            return
+        self._making = True
+        try:
+            for call in list(self.kept):
+                with _as_it_was(call):
+                    recorder = Recorder(names)
+                    recorder.start(inside_optimizer_hook=True)
+                    try:
+                        eager = _make(call)
+                    finally:
+                        tape = recorder.stop()
+                yield Again(tape, eager, "" if eager else self._by_compiled_code(call))
+        finally:
+            self._making = False
+
+    def differ_when_compiled(self) -> str:
+        """What is not finite when compiled code makes the kept calls again: the output, a gradient, or nothing."""
+        self._making = True
+        try:
+            return next(filter(None, map(self._by_compiled_code, list(self.kept))), "")
+        finally:
+            self._making = False
+
+    def _by_compiled_code(self, call: Call) -> str:
+        if not self._compiler or rank_and_world()[1] > 1:
+            return ""
+        with _as_it_was(call):
+            return _make(call)
+
+
+@contextmanager
+def _listening(model: nn.Module, called: Callable, returned: Callable) -> Iterator[None]:
+    """Hooks on a model, or around its compiled call, where hooks would become part of the graph."""
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if compiled is not None:
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            called(model, args, kwargs)
+            output = compiled(*args, **kwargs)
+            returned(model, output)
+            return output
+
+        model._compiled_call_impl = watched
+        try:
+            yield
+        finally:
+            model._compiled_call_impl = compiled
+        return
+
+    def before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            called(model, args, kwargs)
+
+    def after(model: nn.Module, args: tuple, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            returned(model, output)
+
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(model.register_forward_hook(after).remove)
+        yield
+
+
+def _make(call: Call) -> str:
+    """The call, and from the gradients that came back to it, its backward: what was not finite first."""
+    with torch.enable_grad():
+        outputs = dict(enumerate(outputs_in(call.model(*call.args, **call.kwargs))))
+        if not _finite(outputs.values()):
+            return "output"
+        weights = {i: g for i, g in call.gradients.items() if i in outputs and outputs[i].requires_grad}
+        if not weights or not _finite(weights.values()):
+            return ""
+        parameters = [p for p in call.model.parameters() if p.requires_grad]
+        roots = [outputs[index] for index in weights]
+        # not backward(): .grad and the hooks of the parameters are the training's own
+        found = torch.autograd.grad(roots, parameters, list(weights.values()), allow_unused=True)
+        return "" if _finite(g for g in found if g is not None) else "gradient"
+
+
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    with _disable_current_modes(), torch.no_grad():
+        return all(
+            bool(torch.isfinite(t.float().sum() if t.is_floating_point() else t.sum())) for t in tensors
+        )
+
+
+def _keep_gradient(call: Call, index: int) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        call.gradients[index] = gradient
+
+    return hook
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def _generators() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+@contextmanager
+def _as_it_was(call: Call) -> Iterator[None]:
+    """Generators and autocast as they were at a call; afterwards generators and buffers as they are now."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in call.model.buffers()]
+    now = _generators()
+    with ExitStack() as stack:
+        for device, enabled, dtype in call.autocasts:
+            if enabled:
+                stack.enter_context(torch.autocast(device, dtype))
+        _set_generators(call.generators)
+        try:
+            yield
+        finally:
+            _set_generators(now)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def _set_generators(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

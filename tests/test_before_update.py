@@ -1,0 +1,223 @@
+"""A run that goes non-finite is located while its weights are still good: from the tape, or from its calls."""
+
+import pytest
+import torch
+from test_examination import examine
+from torch import nn
+
+from gradproof.diagnosis.ranking import diagnose
+from gradproof.experiments import examination
+from gradproof.record.run import open_run
+from gradproof.record.writer import RunWriter
+
+TAPED, UNTAPED = 4, 5  # steps of a short training; see taping.PLAIN_STEPS
+
+
+@pytest.fixture(autouse=True)
+def glances_only(monkeypatch):
+    monkeypatch.setattr(examination, "EXPERIMENTS", ())
+
+
+class Model(nn.Module):
+    """Finite, until a batch is given a flag; dropout and BatchNorm have to come out the same when it runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = (
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )  # fmt: skip
+
+    def forward(self, x, fault=""):
+        h = self.drop(self.norm(self.a(x)))
+        if fault == "backward":
+            h = h + h.square().sqrt()  # h is zero where it was dropped: the slope there is 0 / 0
+        if fault == "forward":
+            h = h + (h - h).log()
+        return self.b(h)
+
+
+def plain_step(model, optimizer, x, fault):
+    loss = model(x, fault=fault).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    return before
+
+
+def closure_step(model, optimizer, x, fault):
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x, fault=fault).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return before
+
+
+def accumulating_step(model, optimizer, x, fault):
+    optimizer.zero_grad()
+    for number, part in enumerate(x.split(8)):
+        (model(part, fault=fault if number == 1 else "").square().mean() / 3).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    return before
+
+
+def train(model, fault, at, step=plain_step, steps=7):
+    """The parameters before each step."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return [
+        step(model, optimizer, torch.randn(24, 4), fault if number == at else "") for number in range(steps)
+    ]
+
+
+def train_watched(path, monkeypatch, fault, at, step=plain_step):
+    """Train; what the weights were when the verdict on a NaN was written, and before the update of that step."""
+    torch.manual_seed(0)
+    model, seen = Model(), []
+    write = RunWriter.write_event
+
+    def noting(self, event, **facts):
+        if "nonfinite" in facts.get("family", ""):
+            bundle = (self.path / "first_bad_operation" / "reproduce.py").exists()
+            seen.append((facts, [p.detach().clone() for p in model.parameters()], bundle))
+        write(self, event, **facts)
+
+    monkeypatch.setattr(RunWriter, "write_event", noting)
+    before = examine(path, lambda: train(model, fault, at, step))
+    return model, seen, before
+
+
+@pytest.mark.parametrize("step", [plain_step, closure_step, accumulating_step])
+@pytest.mark.parametrize("at", [TAPED, UNTAPED])
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_the_weights_are_still_good_when_the_place_is_known(fault, at, step, tmp_path, monkeypatch):
+    model, seen, before = train_watched(tmp_path / "run", monkeypatch, fault, at, step)
+    assert not all(bool(torch.isfinite(p).all()) for p in model.parameters()), "planted"
+    ((facts, weights, bundle),) = seen
+    assert facts["family"] == f"{fault}-nonfinite" and facts["step"] == at
+    assert "test_before_update.py" in facts["where"] and bundle
+    assert all(torch.equal(then, now) for then, now in zip(before[at], weights, strict=True))
+    assert any("before the bad update" in line for line in facts["evidence"])
+    cause = diagnose(tmp_path / "run").causes[0]
+    assert (cause.family, cause.step, cause.confidence) == (f"{fault}-nonfinite", at, "proven")
+
+
+@pytest.mark.parametrize("fault", ["", "backward"])
+def test_looking_leaves_nothing_behind(fault, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    plain = Model()
+    train(plain, fault, UNTAPED)
+    state = torch.get_rng_state()
+    model, seen, _ = train_watched(tmp_path / "run", monkeypatch, fault, UNTAPED)
+    assert torch.equal(torch.get_rng_state(), state)
+    for theirs, ours in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(theirs.nan_to_num(7.0), ours.nan_to_num(7.0))
+    for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(theirs.grad.nan_to_num(7.0), ours.grad.nan_to_num(7.0))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert len(seen) == (1 if fault else 0)
+
+
+def test_a_nan_around_the_model_is_left_to_a_second_run(tmp_path):
+    def step(model, optimizer, x, fault):
+        optimizer.zero_grad()
+        out = model(x)
+        (out.square().mean() + ((out - out).sqrt().sum() if fault else 0.0)).backward()
+        optimizer.step()
+
+    examine(tmp_path / "run", lambda: train(Model(), "yes", UNTAPED, step))
+    cause = diagnose(tmp_path / "run").causes[0]
+    assert cause.id == "backward-nonfinite/unlocated" and f"--until {UNTAPED}" in cause.fix
+
+
+# -- born in the compiler
+
+
+def bad_slope(x):
+    """tanh, and a term that is zero with a slope of 0 / 0."""
+    return x.tanh() + (x * 0).square().sqrt()
+
+
+def wrong_code(instead):
+    """A compiler that makes something else of tanh."""
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.target in (torch.tanh, "tanh"):
+                node.op, node.target = "call_function", instead
+        graph.recompile()
+        return graph.forward
+
+    return backend
+
+
+class Tanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def train_compiled(backend, in_place, steps=4):
+    torch.manual_seed(0)
+    model = compiled = Tanh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if in_place:
+        model.compile(backend=backend)
+    else:
+        compiled = torch.compile(model, backend=backend)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        compiled(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    "instead, family", [(torch.log, "forward-nonfinite"), (bad_slope, "backward-nonfinite")]
+)
+def test_born_in_the_compiler(instead, family, in_place, tmp_path):
+    examine(tmp_path / "run", lambda: train_compiled(wrong_code(instead), in_place))
+    cause = diagnose(tmp_path / "run").causes[0]
+    assert (cause.id, cause.step, cause.confidence) == (f"{family}/born-in-the-compiler", 0, "proven")
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_compiled_run_that_is_right_or_wrong_by_itself(fault, tmp_path):
+    def backend(graph, inputs):
+        return graph.forward
+
+    if fault:
+        Bad = type("Bad", (Tanh,), {"forward": lambda self, x: self.b((self.a(x) * 0).log())})
+    else:
+        Bad = Tanh
+
+    def training():
+        torch.manual_seed(0)
+        model = Bad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+
+    examine(tmp_path / "run", training)
+    diagnosis = diagnose(tmp_path / "run")
+    if fault:
+        assert diagnosis.causes[0].id == "forward-nonfinite/log" and diagnosis.causes[0].step == 0
+    else:
+        assert diagnosis.worst != "problem"
+    assert not [e for e in open_run(tmp_path / "run").events if e["event"] == "watching_failed"]
+    torch.compiler.reset()
