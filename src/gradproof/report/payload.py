@@ -49,6 +49,12 @@ CURVES = {
     "loss_scale": "loss scale",
 }
 
+# event -> level and words of its mark
+MARKED = {
+    "first_nonfinite": ("problem", "first non-finite value"),
+    "watching_failed": ("warning", "watching ended here"),
+}
+
 
 def pack_run(run: Run, diagnosis: Diagnosis | None = None, share: float = 1.0) -> dict[str, str]:
     """A run for the page, as text that JSON and HTML can carry; `share` of the room is its own.
@@ -181,10 +187,9 @@ def find_marks(run: Run, diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         if cause.step is not None and cause.level != "note":
             yield {"step": cause.step, "level": cause.level, "text": cause.id}
     for event in run.events:
-        if event.get("event") == "first_nonfinite":
-            yield {"step": event.get("step"), "level": "problem", "text": "first non-finite value"}
-        elif event.get("event") == "watching_failed":
-            yield {"step": event.get("step"), "level": "warning", "text": "watching ended here"}
+        level, text = MARKED.get(event.get("event", ""), ("", ""))
+        if text and isinstance(event.get("step"), int):
+            yield {"step": event["step"], "level": level, "text": text}
     for step in run.steps["step"][np.nan_to_num(run.steps["skipped"]) > 0][:200]:
         yield {"step": int(step), "level": "note", "text": "step skipped by the GradScaler"}
 

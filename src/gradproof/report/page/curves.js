@@ -19,12 +19,11 @@ function renderCurves(run, view) {
   const raw = lines("loss", smoothed.length ? { alpha: 0.4, width: 1 } : {});
   const jumps = spikes.length && [
     {
-      label: "spikes",
+      label: plural(spikes.length, "spike"),
       steps: spikes.map((s) => s.step),
       values: spikes.map((s) => s.value),
       color: "warning",
-      width: 0,
-      points: true,
+      pointsOnly: true,
     },
   ];
   add("Loss", [raw, smoothed, jumps || []], {

@@ -6,9 +6,7 @@ function renderOptimizer(run, onPick) {
   const moments = run.ofKind("adam_v");
   return [
     optimizers.map((optimizer) =>
-      h(
-        "div",
-        { class: "card" },
+      card(
         h(
           "h3",
           {},
@@ -29,69 +27,30 @@ function renderOptimizer(run, onPick) {
   ];
 }
 
+const MOST_MOMENTS = 200;
+
 /** Of each parameter: how large m and √v were last, how far a step goes, and where ε decides instead of √v. */
 function renderMoments(run, moments, onPick) {
-  const rows = moments
-    .map((number) => {
-      const name = run.tensors[number].name;
-      const m = run.number("adam_m", name);
-      const rootMean = Math.sqrt(Math.abs(run.lastOf(number, "mean")));
-      const size = m === undefined ? NaN : Math.hypot(run.lastOf(m, "mean"), run.lastOf(m, "std"));
-      return {
-        number,
-        name,
-        m: size,
-        v: rootMean,
-        ratio: size / rootMean,
-        eps: run.lastOf(number, "eps_share"),
-        step: run.last.steps[number],
-      };
-    })
-    .sort((a, b) => (b.eps || 0) - (a.eps || 0));
-  const shown = rows.slice(0, 200);
-  return h(
-    "div",
-    { class: "card" },
+  const share = (number) => run.lastOf(number, "eps_share") || 0;
+  const sorted = [...moments].sort((a, b) => share(b) - share(a));
+  const rows = sorted.slice(0, MOST_MOMENTS).map((number) => {
+    const { name } = run.tensors[number];
+    const first = run.number("adam_m", name);
+    const m = first === undefined ? NaN : Math.hypot(run.lastOf(first, "mean"), run.lastOf(first, "std"));
+    const root = Math.sqrt(Math.abs(run.lastOf(number, "mean")));
+    const cells = [m, root, m / root].map(short);
+    return row(
+      h("button", { class: "name" }, name),
+      [...cells, percent(run.lastOf(number, "eps_share")), run.last.steps[number]],
+      { onclick: () => onPick(number, null) },
+    );
+  });
+  const heads = ["parameter", "RMS of m", "√ mean v", "m / √v", "ε outweighs √v", "at step"];
+  return card(
     h("h3", {}, "Adam's state"),
-    h(
-      "div",
-      { class: "scroll short" },
-      h(
-        "table",
-        {},
-        h(
-          "thead",
-          {},
-          h(
-            "tr",
-            {},
-            ["parameter", "RMS of m", "√ mean v", "m / √v", "ε outweighs √v", "at step"].map((each) =>
-              h("th", { scope: "col" }, each),
-            ),
-          ),
-        ),
-        h(
-          "tbody",
-          {},
-          shown.map((row) =>
-            h(
-              "tr",
-              { onclick: () => onPick(row.number, null) },
-              h("th", { scope: "row" }, h("button", { class: "name" }, row.name)),
-              [short(row.m), short(row.v), short(row.ratio), percent(row.eps), row.step].map((each) =>
-                h("td", {}, each),
-              ),
-            ),
-          ),
-        ),
-      ),
-    ),
-    rows.length > shown.length &&
-      h(
-        "p",
-        { class: "hint" },
-        `the first ${shown.length} of ${rows.length}; all are in the table of tensors`,
-      ),
+    h("div", { class: "scroll short" }, table(heads, rows)),
+    moments.length > rows.length &&
+      h("p", { class: "hint" }, `${rows.length} of ${moments.length}; all are in the table of tensors`),
   );
 }
 
@@ -126,6 +85,7 @@ function renderEnvironment(run) {
     "exit code": info.exit_code,
     rank: info.world > 1 ? `${info.rank} of ${info.world}` : undefined,
     schedule: info.schedule,
+    "fix applied from outside": info.fix,
     ...info.versions,
     commit: info.source?.commit,
     "script's sha256": info.source?.sha256,
@@ -134,11 +94,9 @@ function renderEnvironment(run) {
     Object.entries(about).filter(([, value]) => value !== undefined && value !== null && value !== ""),
   );
   return [
-    h("div", { class: "card" }, h("h3", {}, "What ran, on what"), renderFacts(known)),
+    card(h("h3", {}, "What ran, on what"), renderFacts(known)),
     info.cost &&
-      h(
-        "div",
-        { class: "card" },
+      card(
         h("h3", {}, "What watching cost"),
         renderFacts({
           watching: `${short(info.cost.own_seconds)} s, ${percent(info.cost.share)} of the wall time`,
@@ -149,9 +107,7 @@ function renderEnvironment(run) {
         }),
       ),
     notes.length > 0 &&
-      h(
-        "div",
-        { class: "card" },
+      card(
         h("h3", {}, "What could not be read"),
         h(
           "ul",

@@ -70,23 +70,21 @@ function showRun(run, again) {
 
 const FRESH = 60; // seconds since the last row within which a run without an end is taken to be alive
 
+const sinceWritten = ({ facts }) => (facts.status.written ? Date.now() / 1000 - facts.status.written : NaN);
+const isFresh = (run) => page.live && !run.facts.status.ended && sinceWritten(run) < FRESH;
+
 /** What a reader must know before anything else: an end that was not recorded, rows that could not be read. */
 function renderNotes(run) {
   const { status, notes } = run.facts;
   const lines = [...notes];
   if (status.failure) lines.push(`Watching ended early: ${status.failure}`);
-  const ago = status.written ? Date.now() / 1000 - status.written : NaN;
-  if (!status.ended && !(page.live && ago < FRESH)) {
+  const ago = sinceWritten(run);
+  if (!status.ended && !isFresh(run)) {
     const written = Number.isFinite(ago) && ago >= 0 ? `; the last row was written ${duration(ago)} ago` : "";
     lines.unshift(`No end was recorded: it is still running, or its process was killed${written}.`);
   }
-  return lines.length
-    ? h(
-        "div",
-        { class: "notice", role: "note" },
-        lines.map((line) => h("p", {}, line)),
-      )
-    : null;
+  const paragraphs = lines.map((line) => h("p", {}, line));
+  return lines.length ? h("div", { class: "notice", role: "note" }, paragraphs) : null;
 }
 
 function openPanel(run, number, step) {
@@ -117,7 +115,7 @@ function renderHeader(run) {
     ? status.exit_code
       ? `ended with ${status.exit_code}`
       : "ended"
-    : page.live
+    : isFresh(run)
       ? "live"
       : "no end recorded";
   fill(
@@ -281,12 +279,14 @@ async function start() {
     ready.interactive = performance.now();
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
-    fill(
-      document.querySelector("main"),
-      h("p", { class: "notice" }, `The page could not be built: ${error.message}`),
-    );
-    throw error;
+    showFailure(error);
   }
+}
+
+function showFailure(error) {
+  const notice = h("p", { class: "notice" }, `The page could not be built: ${error.message}`);
+  document.querySelector("main").prepend(notice);
+  console.error(error);
 }
 
 start();

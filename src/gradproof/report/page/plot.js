@@ -27,7 +27,7 @@ function logTicks(from, to, most) {
 const MARGIN = { left: 58, right: 12, top: 10, bottom: 22 };
 
 class Plot {
-  /** lines: [{label, steps, values, color, width, alpha, dash}]; options: {title, log, zeroToOne, marks, hint, height}. */
+  /** lines: [{label, steps, values, color, width, alpha, dash, points, pointsOnly}]; options: {title, log, zeroToOne, marks, hint, height}. */
   constructor(view, lines, options) {
     this.view = view;
     this.lines = lines;
@@ -194,13 +194,15 @@ class Plot {
       }
       if (steps[i] > to) break;
     }
-    context.stroke();
-    context.setLineDash([2, 4]); // nothing was measured there
-    context.globalAlpha = 0.5 * (line.alpha ?? 1);
-    context.stroke(gaps);
+    if (!line.pointsOnly) {
+      context.stroke();
+      context.setLineDash([2, 4]); // nothing was measured there
+      context.globalAlpha = 0.5 * (line.alpha ?? 1);
+      context.stroke(gaps);
+    }
     context.setLineDash([]);
     context.globalAlpha = 1;
-    if (drawn === 1 || line.points) this.drawPoints(context, line, start, to);
+    if (drawn === 1 || line.points || line.pointsOnly) this.drawPoints(context, line, start, to);
     context.fillStyle = color(line.color);
     for (const [x, y] of lonely) context.fillRect(x - 1.5, y - 1.5, 3, 3);
     context.fillStyle = color("bad");
