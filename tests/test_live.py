@@ -100,7 +100,7 @@ def test_runs_are_listed_chosen_and_compared(browser, serve, tmp_path):
     tab.page.click("#verdict button:has-text('first')")
     tab.page.wait_for_selector("#heatmap")
     assert "first" in tab.text("header")
-    tab.page.click("text=All runs")
+    tab.page.click("text=← All runs")
     tab.page.wait_for_selector("#list")
     assert tab.errors == [] and all(url.startswith("http://127.0.0.1") for url in tab.requests)
     tab.page.close()

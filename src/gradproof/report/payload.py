@@ -74,7 +74,7 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
     """What the page knows of a run; arrays are references into `columns`."""
     found = list(tracks(run))
     return {
-        "name": run.path.name,
+        "name": name_of(run),
         "path": str(run.path),
         "steps": len(run),
         "status": describe_status(run),
@@ -98,6 +98,12 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
         "alignment": find_alignment(run),
         "info": {key: value for key, value in run.info.items() if key not in ("tensors", "statistics")},
     }
+
+
+def name_of(run: Run) -> str:
+    """The name of its directory; `gradproof train` has many that are called NAME/record."""
+    path = run.path.absolute()
+    return f"{path.parent.name}/record" if path.name == "record" else path.name
 
 
 def describe_status(run: Run) -> dict[str, Any]:

@@ -74,7 +74,7 @@ function renderOverlays(runs, labels, view) {
       log: "auto",
       height: 220,
     }),
-    overlay("Learning rate", "lr", { log: "auto" }),
+    overlay("Learning rate", "lr", { log: false }),
     overlay("Gradient norm before the clip", "norm_before_clip", { log: true }),
     overlay("Gradient norm that the optimizer saw", "grad_norm", { log: true }),
     overlay("Clip rate", "clip_rate", { zeroToOne: true }),

@@ -31,7 +31,7 @@ function renderCurves(run, view) {
     height: 220,
     hint: thinnedHint(run.curvesOf("loss")),
   });
-  add("Learning rate", [lines("lr")], { log: "auto" });
+  add("Learning rate", [lines("lr")], { log: false });
   const before = lines("norm_before_clip", { color: "curve-2", alpha: 0.9 });
   add(
     "Gradient norm",

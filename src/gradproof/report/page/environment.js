@@ -11,8 +11,9 @@ function renderOptimizer(run, onPick) {
           "h3",
           {},
           optimizer.class || "optimizer",
-          optimizer.name ? h("small", {}, ` ${optimizer.name}`) : null,
-          optimizer.line ? h("small", {}, ` ${optimizer.line}`) : null,
+          [optimizer.name, optimizer.line]
+            .filter((each) => each && each !== optimizer.class)
+            .map((each) => h("small", {}, ` ${each}`)),
         ),
         (optimizer.groups || []).map((group, place) =>
           renderFacts(group, optimizer.groups.length > 1 ? `group ${place}` : null),
@@ -58,7 +59,7 @@ function renderFacts(facts, title) {
   const show = (value) => {
     if (value === null || value === undefined) return "–";
     if (typeof value === "object") return JSON.stringify(value);
-    return String(value);
+    return typeof value === "number" ? String(Number(value.toPrecision(6))) : String(value);
   };
   return [
     title && h("h4", {}, title),

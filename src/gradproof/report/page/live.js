@@ -27,7 +27,7 @@ async function follow(only) {
   const [what, ...names] = location.hash.slice(1).split("/").map(decodeURIComponent);
   if (what && !["run", "compare"].includes(what)) return; // a part of the page
   const turn = stopFollowing();
-  renderTabs(only ? [] : [["All runs", () => (location.hash = "")]], -1);
+  renderTabs(only || !what ? [] : [["← All runs", () => (location.hash = "")]], -1);
   if (what === "compare" && names.length > 1) await compareLive(names, turn);
   else if (what === "run" && names.length) await followRun(names[0], turn);
   else await (only ? followRun(only, turn) : listRuns(turn));

@@ -272,6 +272,9 @@ async function start() {
     document.getElementById("keys"),
     KEYS.map(([keys, what]) => h("div", {}, h("dt", {}, keys), h("dd", {}, what))),
   );
+  const header = document.querySelector("header");
+  const leaveRoom = () => (document.documentElement.style.scrollPaddingTop = `${header.offsetHeight + 20}px`);
+  new ResizeObserver(leaveRoom).observe(header); // a part that is jumped to must not hide below it
   const packed = JSON.parse(document.getElementById("data").textContent);
   try {
     await (packed.live ? openLive(packed) : openFile(packed));
