@@ -33,7 +33,6 @@ from gradproof.record.schema import (
     TEXT_COLUMNS,
 )
 
-
 MOST_LAYOUTS = 64  # kept at a time; a run usually has as many as there are depths
 
 
