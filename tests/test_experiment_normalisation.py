@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
@@ -36,3 +37,17 @@ def test_norms_that_hurt(norm, batch, what):
 )
 def test_norms_that_help_are_silent(norm, batch):
     assert not verdicts(norm, batch)
+
+
+@pytest.mark.parametrize(
+    "momentum, scale, lags", [(0.001, 5.0, True), (0.001, 1.0, False), (0.1, 5.0, False)]
+)
+def test_running_statistics_that_lag(momentum, scale, lags):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 1))
+    x = scale * torch.randn(64, 6)
+    for _ in range(150):
+        model(x)
+    evidence = evidence_of(model, lambda: model(x).pow(2).mean(), step=150)
+    found = confirmed_ids(does_normalisation_help, evidence)
+    assert found == (["normalization-error/running-statistics-lag"] if lags else [])

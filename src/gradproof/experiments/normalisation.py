@@ -19,6 +19,7 @@ BATCH_NORMS = {
     "miopen_batch_norm": (5, 6, 7),
     "_batch_norm_with_update": (None, 5, 6),
 }
+LATE = 90  # steps after which running statistics should have left their start
 LAYER_NORMS = {"native_layer_norm": 4}
 
 
@@ -47,6 +48,9 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             fix="use momentum=0.1, the share of the new batch",
             lasting=True,
         )
+    slow = judge_momentum(evidence, operation, momentum)
+    if slow is not None:
+        return slow
     shape = evidence.slot(operation.reads[0]).shape
     values = 1
     for place, size in enumerate(shape):
@@ -61,6 +65,35 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             lasting=True,
         )
     return None
+
+
+def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> Verdict | None:
+    """Running statistics that are still mostly what they started as, and far from those of the batch."""
+    if not isinstance(momentum, float) or evidence.step < LATE:
+        return None
+    left = (1 - momentum) ** (evidence.step + 1)
+    running = operation.args[3:5]
+    if left < 0.5 or not all(isinstance(arg, Ref) for arg in running):
+        return None
+    slots = [operation.reads[0], *(arg.slot for arg in running)]
+    values = evidence.values(slots)
+    if len(values) < len(slots):
+        return None
+    batch, mean, variance = (values[slot].double() for slot in slots)
+    channels = batch.transpose(0, 1).flatten(1)
+    shift = ((channels.mean(1) - mean).abs() / channels.std(1).clamp_min(1e-12)).median()
+    ratio = (channels.var(1) / variance.clamp_min(1e-12)).clamp_min(1e-12).log().abs().median().exp()
+    if shift < 1 and ratio < 2:
+        return None
+    return confirmed(
+        "normalization-error/running-statistics-lag",
+        f"BatchNorm has momentum {momentum:g}: after {evidence.step + 1} steps {100 * left:.0f} % of its running "
+        "statistics are still what they started as, and eval mode uses those",
+        f"of a typical channel the mean is {shift:.2g} standard deviations off, the variance {ratio:.2g} times",
+        where=place_of(operation.module, operation.line),
+        fix=f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}",
+        lasting=True,
+    )
 
 
 def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Iterator[Verdict]:

@@ -140,7 +140,9 @@ class Session:
         self.facts.setdefault("_optimizers_made", {})[id(optimizer)] = line
         self.names.learn(optim.parameters_of(optimizer))
         self._listen_to_calls()
-        if self.step == 0 and self.taping is not None and not self.taping.active:
+        if self.taping is not None and self.step > 0:
+            self.taping.training_starts_anew()
+        elif self.taping is not None and not self.taping.active:
             self._afterwards.append(self._turn_tape)
 
     @guarded
