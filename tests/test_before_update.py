@@ -1,5 +1,8 @@
 """A run that goes non-finite is located while its weights are still good: from the tape, or from its calls."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 from test_examination import examine
@@ -174,6 +177,7 @@ def train_compiled(backend, in_place, steps=4):
         model.compile(backend=backend)
     else:
         compiled = torch.compile(model, backend=backend)
+    assert not torch._C._len_torch_dispatch_stack(), "a tape is left on, and nothing is compiled under it"
     for _ in range(steps):
         optimizer.zero_grad()
         compiled(torch.randn(6, 4)).square().mean().backward()
@@ -189,6 +193,26 @@ def test_born_in_the_compiler(instead, family, in_place, tmp_path):
     examine(tmp_path / "run", lambda: train_compiled(wrong_code(instead), in_place))
     cause = diagnose(tmp_path / "run").causes[0]
     assert (cause.id, cause.step, cause.confidence) == (f"{family}/born-in-the-compiler", 0, "proven")
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "instead, id", [(torch.log, "forward-nonfinite/born-in-the-compiler"), (torch.tanh, None)]
+)
+def test_a_step_that_was_asked_for_is_taped_and_compared_with_compiled_code(instead, id, tmp_path):
+    backend, step = wrong_code(torch.tanh), 2
+
+    def late(graph, inputs):  # what a GPU shows too late is asked for in a second run
+        right, wrong = backend(graph, inputs), wrong_code(instead)(copy.deepcopy(graph), inputs)
+        calls = itertools.count()
+        return lambda *args: (right if next(calls) < step else wrong)(*args)
+
+    examine(tmp_path / "run", lambda: train_compiled(late, in_place=False), only=step)
+    run = open_run(tmp_path / "run")
+    assert run.info["cost"]["taped_steps"] == 1
+    verdicts = [event for event in run.events if "nonfinite" in event.get("family", "")]
+    assert [(event["id"], event["step"]) for event in verdicts] == ([(id, step)] if id else [])
     torch.compiler.reset()
 
 

@@ -8,10 +8,12 @@ since, models that remember calls, and several processes, where running again wo
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ class Call:
     args: tuple
     kwargs: dict[str, Any]
     generators: dict[str, Tensor]
-    autocasts: list[tuple[str, bool, torch.dtype]]
+    autocasts: list[tuple[str, torch.dtype]]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # output -> gradient that came back to it
 
 
@@ -64,6 +66,7 @@ class Calls:
         self._compiler = False
         self._making = False
         self.kept: deque[Call] = deque(maxlen=MOST_CALLS)
+        self.seconds = 0.0  # that keeping has taken
 
     def attach(self, models: Iterable[nn.Module]) -> None:
         """Listen to these models, each at its outermost call."""
@@ -91,25 +94,36 @@ class Calls:
     def _called(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._making or not torch.is_grad_enabled() or recomputing():
             return
+        start = time.perf_counter()
         try:
-            with _disable_current_modes():  # what is kept is no part of a step that is taped
+            with self._outside_of_tapes():
                 if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
                     args, kwargs = map_tensors((args, kwargs), _without_history)
-                autocasts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
+                autocasts = [
+                    (d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)
+                ]
                 self.kept.append(Call(model, args, kwargs, _generators(), autocasts))
         except Exception as error:
             self._fail(error)
+        self.seconds += time.perf_counter() - start
 
     def _returned(self, model: nn.Module, output: Any) -> None:
         call = self.kept[-1] if self.kept else None
         if self._making or call is None or call.model is not model or recomputing():
             return
+        start = time.perf_counter()
         try:
-            for index, tensor in enumerate(outputs_in(output)):
+            outputs = (output,) if isinstance(output, Tensor) else outputs_in(output)
+            for index, tensor in enumerate(outputs):
                 if tensor.requires_grad and nbytes(tensor) <= LARGEST_GRADIENT:
-                    tensor.register_hook(_keep_gradient(call, index))
+                    tensor.register_hook(partial(call.gradients.__setitem__, index))
         except Exception as error:
             self._fail(error)
+        self.seconds += time.perf_counter() - start
+
+    def _outside_of_tapes(self) -> AbstractContextManager:
+        """What is kept is no part of a step that is taped."""
+        return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
     def make_again(self, names: dict[Tensor, str]) -> Iterator[Again]:
         """The calls that were kept, made again one after another; nothing of it is left behind in the models."""
@@ -200,13 +214,6 @@ def _finite(tensors: Iterable[Tensor]) -> bool:
         )
 
 
-def _keep_gradient(call: Call, index: int) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        call.gradients[index] = gradient
-
-    return hook
-
-
 def _without_history(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
@@ -224,9 +231,8 @@ def _as_it_was(call: Call) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in call.model.buffers()]
     now = _generators()
     with ExitStack() as stack:
-        for device, enabled, dtype in call.autocasts:
-            if enabled:
-                stack.enter_context(torch.autocast(device, dtype))
+        for device, dtype in call.autocasts:
+            stack.enter_context(torch.autocast(device, dtype))
         _set_generators(call.generators)
         try:
             yield

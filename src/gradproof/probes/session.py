@@ -426,6 +426,8 @@ class Session:
             self._calls.detach()
 
     def _begin_step(self) -> None:
+        self.own_seconds += 2 * self._calls.seconds  # PyTorch's hooks take as long again
+        self._calls.seconds = 0.0
         if self.step > Purse.FIRST or self._strict:  # by default, what is measured in any case is not charged
             self.purse.pay(self._open.depth, self.own_seconds - self._paid)
         self._paid = self.own_seconds
