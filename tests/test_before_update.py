@@ -8,6 +8,7 @@ import torch
 from test_examination import examine
 from torch import nn
 
+import gradproof
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.experiments import examination
 from gradproof.record.run import open_run
@@ -125,6 +126,20 @@ def test_looking_leaves_nothing_behind(fault, tmp_path, monkeypatch):
         assert torch.equal(theirs.grad.nan_to_num(7.0), ours.grad.nan_to_num(7.0))
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert len(seen) == (1 if fault else 0)
+
+
+@pytest.mark.parametrize("fault", ["", "backward"])
+def test_a_loop_that_is_only_watched(fault, tmp_path):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for number in range(4):
+            plain_step(model, optimizer, torch.randn(24, 4), fault if number == 2 else "")
+    run, causes = open_run(tmp_path / "run"), diagnose(tmp_path / "run").causes
+    assert run.info["cost"]["taped_steps"] == 0 and not model._forward_hooks
+    found = [(cause.id, cause.step) for cause in causes if cause.confidence == "proven"]
+    assert found == ([("backward-nonfinite/sqrt", 2)] if fault else [])
 
 
 def test_a_nan_around_the_model_is_left_to_a_second_run(tmp_path):

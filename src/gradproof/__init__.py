@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 # name -> the module that defines it, imported on first use: `import gradproof` must not import torch
 _HOME = {
-    "watch": "gradproof.probes.watch",
+    "watch": "gradproof.commands.attaching",
     "diagnose": "gradproof.diagnosis.ranking",
     "open_run": "gradproof.record.run",
     "cross_entropy": "gradproof.kernels.cross_entropy",

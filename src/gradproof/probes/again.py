@@ -9,6 +9,7 @@ since, models that remember calls, and several processes, where running again wo
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -231,6 +232,8 @@ def _as_it_was(call: Call) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in call.model.buffers()]
     now = _generators()
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the call has said them once
         for device, dtype in call.autocasts:
             stack.enter_context(torch.autocast(device, dtype))
         _set_generators(call.generators)

@@ -83,13 +83,12 @@ class Session:
         rules: tuple[Rule, ...] = (),
         budget: float | None = None,
         rank: int = 0,
-        compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
         self.rank = rank
-        self._compiled = compiled
+        self._compiled = False
         self.pid = os.getpid()
         self.alive = True
         self.failure: str | None = None

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
+from gradproof.probes.taping import Examine, Taping
 from gradproof.record.writer import RunWriter
 
 
@@ -82,12 +83,11 @@ def watch(
     out: str | os.PathLike | None = None,
     schedule: str | None = None,
     budget: float | None = None,
+    examiner: Callable[[Session], Examine] | None = None,
 ) -> Iterator[Monitor]:
     """Record the training inside the block as a run on disk; leaves no hook behind.
 
-    >>> with gradproof.watch(model, optimizer, out="runs/a") as run:  # doctest: +SKIP
-    ...     train()
-    >>> print(gradproof.diagnose("runs/a"))  # doctest: +SKIP
+    No step is taped; a bad one is made again from the model's calls, for the examiner to locate.
     """
     models = [model] if isinstance(model, nn.Module) else list(model or [])
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
@@ -97,12 +97,15 @@ def watch(
         names=Names(models or None),
         schedule=schedule,
         budget=budget,
-        compiled=any(is_compiled(m) for m in models),
     )
     hooked = bool(models or optimizers)
     if not hooked:
         yield from _without_hooks(session)
         return
+    if examiner is not None:
+        session.taping = Taping(session.names, examiner(session), budget=0.0)
+    for compiled in filter(is_compiled, models):
+        session.something_compiled(compiled)
     for each in optimizers:
         session.optimizer_made(each)
     with attach(session, optimizers):
@@ -126,7 +129,6 @@ def open_session(
     names: Names,
     schedule: str | None = None,
     budget: float | None = None,
-    compiled: bool = False,
     on_row: Any = None,
     rank: int | None = None,
 ) -> Session:
@@ -145,7 +147,7 @@ def open_session(
         "versions": versions(),
     }
     writer = RunWriter(path, info)
-    return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
+    return Session(writer, names, rules=rules, budget=budget, rank=rank, on_row=on_row)
 
 
 def default_path(label: str) -> Path:
