@@ -124,7 +124,7 @@ def test_looking_leaves_nothing_behind(fault, tmp_path, monkeypatch):
         assert torch.equal(theirs.nan_to_num(7.0), ours.nan_to_num(7.0))
     for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(theirs.grad.nan_to_num(7.0), ours.grad.nan_to_num(7.0))
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not model._forward_hooks and "__call__" not in vars(Model)
     assert len(seen) == (1 if fault else 0)
 
 
@@ -137,9 +137,40 @@ def test_a_loop_that_is_only_watched(fault, tmp_path):
         for number in range(4):
             plain_step(model, optimizer, torch.randn(24, 4), fault if number == 2 else "")
     run, causes = open_run(tmp_path / "run"), diagnose(tmp_path / "run").causes
-    assert run.info["cost"]["taped_steps"] == 0 and not model._forward_hooks
+    assert run.info["cost"]["taped_steps"] == 0 and "__call__" not in vars(Model)
     found = [(cause.id, cause.step) for cause in causes if cause.confidence == "proven"]
     assert found == ([("backward-nonfinite/sqrt", 2)] if fault else [])
+
+
+def test_models_can_be_copied_and_saved_while_they_are_listened_to(tmp_path):
+    def step(model, optimizer, x, fault):
+        average = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert not (average._forward_hooks or again._forward_hooks or "__call__" in vars(again))
+        average(x)
+        return plain_step(model, optimizer, x, fault)
+
+    examine(tmp_path / "run", lambda: train(Model(), "backward", UNTAPED, step))
+    assert diagnose(tmp_path / "run").causes[0].id == "backward-nonfinite/sqrt"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_function_that_is_compiled_whole_may_call_the_model(tmp_path):
+    def training():
+        torch.manual_seed(0)
+        model = Tanh()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loss = torch.compile(lambda x: model(x).square().mean(), backend="eager", fullgraph=True)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(torch.randn(6, 4)).backward()
+            assert "__call__" not in vars(Tanh), "the function would be compiled again and again"
+            optimizer.step()
+
+    examine(tmp_path / "run", training)
+    assert len(open_run(tmp_path / "run")) == 4
+    torch.compiler.reset()
 
 
 def test_a_nan_around_the_model_is_left_to_a_second_run(tmp_path):

@@ -419,7 +419,7 @@ class Session:
         roots = list(self.names.roots.values())
         if len(roots) != len(self._on_cpu):
             self._on_cpu = [all(p.device.type == "cpu" for p in root.parameters()) for root in roots]
-        if self.taping.only == self.step or all(self._on_cpu):
+        if self.taping.only == self.step or (self._calls.steady and all(self._on_cpu)):
             self._calls.attach(roots)
         else:
             self._calls.detach()
