@@ -119,7 +119,7 @@ class Examination:
     def locate(self, tape: Any, step: int, again: Any = None) -> bool:
         """A step that is bad before its update, or one made again: True once the place of birth is known."""
         evidence = self._evidence(tape, step)
-        evidence.again = again
+        evidence.before_update, evidence.again = True, again
         self._run(where_was_it_born, evidence)
         return bool(self._memory.get("located"))
 

@@ -97,8 +97,8 @@ def pulled_distribution(evidence: Evidence) -> Verdict | None:
         makers = [through_views(evidence, ref.slot) for ref in refs]
         names = [maker.name if maker else "" for maker in makers]
         if sorted(names) == ["_log_softmax", "_softmax"]:
-            target, prediction = (refs[names.index(n)].slot for n in ("_softmax", "_log_softmax"))
-            pairs.append((operation, side_of(evidence, target), side_of(evidence, prediction)))
+            sides = [side_of(evidence, refs[names.index(n)].slot) for n in ("_softmax", "_log_softmax")]
+            pairs.append((operation, *sides))
     predicting = {layer for _, _, prediction in pairs for layer in prediction.layers}
     for operation, target, prediction in pairs:
         if target.layers and prediction.layers and not target.layers & predicting:
