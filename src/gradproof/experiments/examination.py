@@ -21,6 +21,7 @@ from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.leaks import has_validation_been_trained_on
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
@@ -77,6 +78,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_the_loss_start,
     does_the_optimizer_hold_everything,
     is_a_path_cut,
+    has_validation_been_trained_on,
     are_units_all_the_same,
     is_it_too_large,
     is_too_much_dropped,
