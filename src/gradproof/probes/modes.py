@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
 
     def before(module: nn.Module, args: Any) -> None:
         if session.taping is not None and args and session.names.is_outermost(module):
-            _keep_evaluated(session, module, args[0])
+            with suppress(Exception):
+                _keep_evaluated(session, module, args[0])
         if (isinstance(module, DROPOUTS) and module.p > 0) or isinstance(module, BATCH_NORMS):
             name = session.names.of_module(module)
             if name is None or torch.is_grad_enabled():
