@@ -1,4 +1,4 @@
-# make run    a broken training script, watched and diagnosed
+# make run    a fault planted in a training script, found, explained, and its fix tried
 # make test   lint, types and tests (make test-all adds the slow ones)
 # Both set up everything they need; the set-up is skipped while its inputs have not changed.
 
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 .PHONY: run test test-all lint browser clean
 
 run: $(READY)
-	@$(BIN)/gradproof run examples/broken_transformer.py
+	@$(BIN)/gradproof demo
 
 test: lint browser
 	$(BIN)/pytest -n 2 -q -rs -m "not slow"

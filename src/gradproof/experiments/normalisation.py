@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.flow import VIEWS, Flow
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation, Ref
 
@@ -33,6 +34,111 @@ def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
                 yield found
                 return
     yield from judge_epsilon(evidence, norms)
+
+
+# what may stand between a tensor and the factor it is rescaled with
+WALK = VIEWS | {
+    "add",
+    "sqrt",
+    "div",
+    "mul",
+    "rsqrt",
+    "reciprocal",
+    "pow",
+    "square",
+    "sub",
+    "neg",
+    "exp",
+    "log",
+}
+REDUCES = ("mean", "sum", "linalg_vector_norm", "norm", "var", "std", "amax")
+LIMITS = ("clamp", "clamp_max", "minimum", "tanh", "sigmoid", "hardtanh")
+HUGE_FACTOR = 1e3
+
+
+def is_rescaling_bounded(evidence: Evidence) -> Iterator[Verdict]:
+    """A tensor multiplied with a factor made of its own size, that nothing limits, and that has become huge."""
+    flow = evidence.flow
+    for op in flow.operations:
+        refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
+        if op.name not in ("mul", "div") or len(refs) != 2 or not set(refs) & flow.tracked:
+            continue
+        for rescaled, factor in (refs, refs[::-1])[: 2 if op.name == "mul" else 1]:
+            if not is_made_of_its_size(flow, rescaled, factor):
+                continue
+            value = flow.values([factor]).get(factor)
+            if value is None or not value.numel():
+                continue
+            sizes = value.double().abs()
+            largest = float(sizes.max() if op.name == "mul" else 1 / sizes.min().clamp_min(1e-300))
+            if largest > HUGE_FACTOR:
+                yield confirmed(
+                    "normalization-error/unbounded-rescale",
+                    f"a tensor is rescaled by its own size, by up to {largest:.3g} times: where it is nearly zero, "
+                    "noise becomes signal and the gradient grows by the same factor",
+                    where=place_of(op.module, op.line),
+                    fix="limit the factor: scale.clamp(max=10.0), or add 1e-2 or so to the size it is divided by",
+                    if_troubled=True,
+                    confidence="likely",
+                )
+                return
+
+
+def is_made_of_its_size(flow: Flow, tensor: int, factor: int) -> bool:
+    """Whether a factor comes from a reduction of the tensor it is applied to, with no limit on the way."""
+    source = flow.behind(tensor, VIEWS)
+    waiting: list[tuple[int, bool]] = [(factor, False)]
+    seen: set[int] = set()
+    while waiting and len(seen) < 24:
+        slot, reduced = waiting.pop()
+        if slot in seen:
+            continue
+        seen.add(slot)
+        if reduced and flow.behind(slot, VIEWS) == source:
+            return True
+        maker = flow.maker(slot)
+        if maker is None or maker.name in LIMITS or not (maker.name in WALK or maker.name in REDUCES):
+            continue
+        waiting += [(read, reduced or maker.name in REDUCES) for read in maker.reads]
+    return False
+
+
+def is_it_normalised_over_features(evidence: Evidence) -> Iterator[Verdict]:
+    """Vectors brought to length one along the batch: each feature then depends on who else is in the batch."""
+    flow = evidence.flow
+    if not flow.inputs:
+        return
+    batch = evidence.slot(flow.inputs[0]).shape[0]
+    for op in flow.operations:
+        if op.name not in ("linalg_vector_norm", "norm") or len(op.args) < 3 or op.args[2] != [0]:
+            continue
+        slot = op.reads[0]
+        shape = evidence.slot(slot).shape
+        embeddings = len(shape) == 2 and shape[1] > 1 and batch > 1 and shape[0] % batch == 0
+        if embeddings and slot in flow.tracked and slot not in flow.weights and divides(flow, op, slot):
+            yield confirmed(
+                "axis-or-shape-error/normalised-over-the-batch",
+                f"{list(shape)} is divided by its norm over axis 0, the batch of {batch}: columns have length one, "
+                "not the vectors of the samples",
+                where=place_of(op.module, op.line),
+                fix="F.normalize(z, dim=1), or dim=-1",
+                lasting=True,
+            )
+            return
+
+
+def divides(flow: Flow, norm: Operation, slot: int) -> bool:
+    """Whether the tensor whose norm it is gets divided by it."""
+    reach = set(norm.makes)
+    for op in flow.operations:
+        reads = set(flow.reads(op))
+        if op.index <= norm.index or not reads & reach:
+            continue
+        if op.name == "div" and slot in reads:
+            return True
+        if op.name in VIEWS or op.name in ("clamp_min", "add", "clamp"):
+            reach.update(op.makes)
+    return False
 
 
 def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None:

@@ -89,7 +89,7 @@ def reaches_parameter(evidence: Evidence, slot: int, parameters: set[int]) -> bo
 
 def pulled_distribution(evidence: Evidence) -> Verdict | None:
     """Σ p log q, of two networks that have no layer in common, with gradient into the one that makes p."""
-    pairs = []
+    pairs: list[tuple[Operation, Side, Side]] = []
     for operation in evidence.forward:
         refs = [arg for arg in operation.args if isinstance(arg, Ref)]
         if operation.name != "mul" or operation.module or len(refs) != 2 or not all(r.tracked for r in refs):
@@ -97,8 +97,8 @@ def pulled_distribution(evidence: Evidence) -> Verdict | None:
         makers = [through_views(evidence, ref.slot) for ref in refs]
         names = [maker.name if maker else "" for maker in makers]
         if sorted(names) == ["_log_softmax", "_softmax"]:
-            sides = [side_of(evidence, refs[names.index(n)].slot) for n in ("_softmax", "_log_softmax")]
-            pairs.append((operation, *sides))
+            p, log_q = (side_of(evidence, refs[names.index(n)].slot) for n in ("_softmax", "_log_softmax"))
+            pairs.append((operation, p, log_q))
     predicting = {layer for _, _, prediction in pairs for layer in prediction.layers}
     for operation, target, prediction in pairs:
         if target.layers and prediction.layers and not target.layers & predicting:

@@ -55,6 +55,9 @@ def begin_taping(session: Any, budget: float | None = None, only: int | None = N
     session.taping = Taping(session.names, examine, only=only, budget=budget)
 
 
+_recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
+
+
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
@@ -88,9 +91,10 @@ class Taping:
         self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
         self._step = step
         left_alone = compiled and self.only is None
-        if self.broken or left_alone or self._recorder is not None or not self._affords(step):
+        if self.broken or left_alone or _recording or not self._affords(step):
             return
         self._recorder = Recorder(names=self._names.by_parameter())
+        _recording.append(self)
         try:
             self._recorder.start(inside_optimizer_hook=True)
         except Exception as error:
@@ -148,7 +152,7 @@ class Taping:
             if self._step > 0:
                 self._plain = min(self._plain, duration)
             return
-        recorder, self._recorder = self._recorder, None
+        recorder = self._take_recorder()
         start = time.process_time()
         try:
             tape = recorder.stop()
@@ -163,9 +167,15 @@ class Taping:
     def stop(self) -> None:
         """Training is over, perhaps in mid-step."""
         if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
+            recorder = self._take_recorder()
             with suppress(Exception):
                 recorder.stop()
+
+    def _take_recorder(self) -> Recorder:
+        recorder, self._recorder = self._recorder, None
+        _recording.clear()
+        assert recorder is not None
+        return recorder
 
     def _look(self, tape: Tape) -> None:
         thorough = self._step - self._first in LANDMARKS or self.trouble or self._step == self.only
