@@ -21,7 +21,7 @@ test-all: lint
 
 docs: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/zensical build --clean
+	$(BIN)/zensical build --clean --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

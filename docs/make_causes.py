@@ -40,7 +40,10 @@ def split_example(text: str) -> tuple[str, str, str]:
 
 def diagnose_script(name: str, code: str):
     """What `gradproof run` finds in a script, in a process of its own that has torch already."""
-    context = multiprocessing.get_context("fork")
+    import torch
+
+    # where a GPU has been used, a forked process cannot run backward
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, f"{name}.py")
         file.write_text(code)
@@ -68,17 +71,27 @@ def _run(file: Path) -> None:
 
 
 def symptoms_of(family: str) -> list[str]:
-    """What the functions that suspect a family say they look for."""
-    files = [SOURCE / "diagnosis" / f"{name}.py" for name in ("symptoms", "bookkeeping", "ranks")]
-    return [
-        summary
-        for file in files
-        for name, summary, text in functions_of(file)
-        if family in text and not name.startswith("_") and name not in NOT_SYMPTOMS
-    ]
+    """What the symptoms that may lead to a family say they look for."""
+    from gradproof.diagnosis.symptoms import SYMPTOMS
+
+    names = {find.__name__ for find in SYMPTOMS}
+    found = []
+    for file in (SOURCE / "diagnosis" / f"{name}.py" for name in ("symptoms", "bookkeeping", "ranks")):
+        functions = {name: (summary, text) for name, summary, text in functions_of(file)}
+        for name in functions.keys() & names:
+            if family in "".join(reached(name, functions)):
+                found.append(functions[name][0])
+    return sorted(found)
 
 
-NOT_SYMPTOMS = ("explain_standstill", "settings_of", "compare")  # helpers of symptoms that are listed already
+def reached(name: str, functions: dict[str, tuple[str, str]]) -> list[str]:
+    """The source of a function and of those in its file that it calls."""
+    seen, waiting = set(), [name]
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        waiting += [other for other in functions if f"{other}(" in functions[name][1] and other not in seen]
+    return [functions[name][1] for name in seen]
 
 
 def experiments_of(family: str) -> list[str]:
