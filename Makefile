@@ -1,22 +1,27 @@
-# make run    a broken training script, watched and diagnosed
+# make run    a fault planted in a training script, found, explained, and its fix tried
 # make test   lint, types and tests (make test-all adds the slow ones)
-# Both set up everything they need; the set-up is skipped while its inputs have not changed.
+# make docs   the documentation as a website, in site/
+# All set up everything they need; the set-up is skipped while its inputs have not changed.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint browser clean
+.PHONY: run test test-all docs lint browser clean
 
 run: $(READY)
-	@$(BIN)/gradproof run examples/broken_transformer.py
+	@$(BIN)/gradproof demo
 
 test: lint browser
 	$(BIN)/pytest -n 2 -q -rs -m "not slow"
 
 test-all: lint browser
 	$(BIN)/pytest -n 2 -q -rs
+
+docs: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/zensical build --clean --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -39,4 +44,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .cache .pytest_cache .mypy_cache .ruff_cache

@@ -1,10 +1,14 @@
 """A run that goes non-finite is located while its weights are still good: from the tape, or from its calls."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 from test_examination import examine
 from torch import nn
 
+import gradproof
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.experiments import examination
 from gradproof.record.run import open_run
@@ -120,8 +124,53 @@ def test_looking_leaves_nothing_behind(fault, tmp_path, monkeypatch):
         assert torch.equal(theirs.nan_to_num(7.0), ours.nan_to_num(7.0))
     for theirs, ours in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(theirs.grad.nan_to_num(7.0), ours.grad.nan_to_num(7.0))
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not model._forward_hooks and "__call__" not in vars(Model)
     assert len(seen) == (1 if fault else 0)
+
+
+@pytest.mark.parametrize("fault", ["", "backward"])
+def test_a_loop_that_is_only_watched(fault, tmp_path):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for number in range(4):
+            plain_step(model, optimizer, torch.randn(24, 4), fault if number == 2 else "")
+    run, causes = open_run(tmp_path / "run"), diagnose(tmp_path / "run").causes
+    assert run.info["cost"]["taped_steps"] == 0 and "__call__" not in vars(Model)
+    found = [(cause.id, cause.step) for cause in causes if cause.confidence == "proven"]
+    assert found == ([("backward-nonfinite/sqrt", 2)] if fault else [])
+
+
+def test_models_can_be_copied_and_saved_while_they_are_listened_to(tmp_path):
+    def step(model, optimizer, x, fault):
+        average = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert not (average._forward_hooks or again._forward_hooks or "__call__" in vars(again))
+        average(x)
+        return plain_step(model, optimizer, x, fault)
+
+    examine(tmp_path / "run", lambda: train(Model(), "backward", UNTAPED, step))
+    assert diagnose(tmp_path / "run").causes[0].id == "backward-nonfinite/sqrt"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_function_that_is_compiled_whole_may_call_the_model(tmp_path):
+    def training():
+        torch.manual_seed(0)
+        model = Tanh()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loss = torch.compile(lambda x: model(x).square().mean(), backend="eager", fullgraph=True)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss(torch.randn(6, 4)).backward()
+            assert "__call__" not in vars(Tanh), "the function would be compiled again and again"
+            optimizer.step()
+
+    examine(tmp_path / "run", training)
+    assert len(open_run(tmp_path / "run")) == 4
+    torch.compiler.reset()
 
 
 def test_a_nan_around_the_model_is_left_to_a_second_run(tmp_path):
@@ -174,6 +223,7 @@ def train_compiled(backend, in_place, steps=4):
         model.compile(backend=backend)
     else:
         compiled = torch.compile(model, backend=backend)
+    assert not torch._C._len_torch_dispatch_stack(), "a tape is left on, and nothing is compiled under it"
     for _ in range(steps):
         optimizer.zero_grad()
         compiled(torch.randn(6, 4)).square().mean().backward()
@@ -189,6 +239,26 @@ def test_born_in_the_compiler(instead, family, in_place, tmp_path):
     examine(tmp_path / "run", lambda: train_compiled(wrong_code(instead), in_place))
     cause = diagnose(tmp_path / "run").causes[0]
     assert (cause.id, cause.step, cause.confidence) == (f"{family}/born-in-the-compiler", 0, "proven")
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "instead, id", [(torch.log, "forward-nonfinite/born-in-the-compiler"), (torch.tanh, None)]
+)
+def test_a_step_that_was_asked_for_is_taped_and_compared_with_compiled_code(instead, id, tmp_path):
+    backend, step = wrong_code(torch.tanh), 2
+
+    def late(graph, inputs):  # what a GPU shows too late is asked for in a second run
+        right, wrong = backend(graph, inputs), wrong_code(instead)(copy.deepcopy(graph), inputs)
+        calls = itertools.count()
+        return lambda *args: (right if next(calls) < step else wrong)(*args)
+
+    examine(tmp_path / "run", lambda: train_compiled(late, in_place=False), only=step)
+    run = open_run(tmp_path / "run")
+    assert run.info["cost"]["taped_steps"] == 1
+    verdicts = [event for event in run.events if "nonfinite" in event.get("family", "")]
+    assert [(event["id"], event["step"]) for event in verdicts] == ([(id, step)] if id else [])
     torch.compiler.reset()
 
 

@@ -61,7 +61,11 @@ def workflow_commands():
     return [step["run"] for step in steps if step.get("run", "").startswith("gradproof ")]
 
 
-@pytest.mark.parametrize("source, passes", [(HEALTHY, True), (SICK, False)])
+@pytest.mark.parametrize(
+    "source, passes",
+    [pytest.param(HEALTHY, True, marks=pytest.mark.slow), (SICK, False)],
+    ids=["healthy", "sick"],
+)
 def test_the_workflow_fails_a_pull_request_whose_training_got_sick(source, passes, tmp_path):
     commands = workflow_commands()
     assert len(commands) == 2

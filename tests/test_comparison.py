@@ -1,10 +1,10 @@
 """Runs side by side: each planted difference is named, and the same run twice has none."""
 
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+from pages import run_apart, run_line
 
 from gradproof.record.run import open_run
 from gradproof.record.schema import STATISTICS, STATISTICS_FRAME
@@ -138,8 +138,7 @@ def test_a_watched_script_is_kept_with_its_run(tmp_path):
         "import torch\nw = torch.nn.Linear(2, 1)\no = torch.optim.SGD(w.parameters(), lr=0.1)\n"
         "w(torch.ones(3, 2)).mean().backward()\no.step()\n"
     )
-    command = [sys.executable, "-m", "gradproof", "run", "--no-experiments", "--out", "run", "train.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    run_apart(run_line, "gradproof run --no-experiments --out run train.py", tmp_path)
     run = open_run(tmp_path / "run")
     assert (run.path / SCRIPT_COPY).read_text() == script.read_text()
     assert run.info["source"]["file"] == "train.py" and len(run.info["source"]["sha256"]) == 64

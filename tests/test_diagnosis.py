@@ -668,3 +668,12 @@ def test_a_diagnosis_as_data_and_as_a_sentence(written):
     assert str(found) == "problem: the steps overshoot (likely)"
     assert str(Diagnosis("runs/a", 3)).startswith("nothing is wrong")
     assert all(s["level"] in LEVELS for s in data["symptoms"])
+
+
+@pytest.mark.parametrize("last, level", [(0.05, "note"), (40.0, "problem")])
+def test_a_loss_that_is_negative_at_times_may_rise(written, last, level):
+    """A policy's loss from below zero to nearly zero is no divergence; one that grows beyond all bounds is."""
+    noise = np.random.default_rng(0).normal(size=120) * 0.02
+    run = written(loss=np.linspace(-0.7, last, 120) + noise, lr=[1e-3] * 120).read()
+    names = {"note": "objective_rising", "problem": "loss_rising"}
+    assert seen(run)[names[level]] == level and diagnose(run).worst == level

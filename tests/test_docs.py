@@ -1,50 +1,123 @@
 """What the README and the docs show runs, and what they name exists."""
 
-import os
+import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
+from pages import blocks_of, run_page
+
+import gradproof
+from gradproof import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(python|sh|console) runnable\n(.*?)^```$", re.M | re.S)
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if p.parent.name != "causes")]
 PACKAGES = sorted(p.parent for p in (ROOT / "src" / "gradproof").glob("*/__init__.py"))
 
+TRAIN = '''"""A small training, for pages that run a `train.py` of their reader's."""
 
-def run_python(text, directory):
-    torch.manual_seed(0)
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        exec(compile(text, "README.md", "exec"), {"__name__": "__main__"})
-    finally:
-        os.chdir(before)
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=0.05)
+lr = parser.parse_args().lr
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+for _ in range(40):
+    x = torch.randn(16, 4)
+    optimizer.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+'''
 
 
-def run_shell(text, directory):
-    """Each line that is a command; `gradproof` is this Python's own."""
-    lines = [line.removeprefix("$ ") for line in text.splitlines()]
-    script = f'gradproof() {{ "{sys.executable}" -m gradproof "$@"; }}\n' + "\n".join(lines)
-    answer = subprocess.run(
-        ["bash", "-ec", script], cwd=directory, capture_output=True, text=True, timeout=120
-    )
-    assert answer.returncode == 0, answer.stderr
+@pytest.fixture
+def reader(tmp_path):
+    """A directory as a reader of the docs has it: with a training script, and the same as a module."""
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py", "package/__init__.py"):
+        (tmp_path / name).write_text(TRAIN if name.endswith("train.py") else "")
+    return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_runnable_blocks_run(page, tmp_path, capsys):
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p)], ids=name_of)
+def test_what_a_page_shows_runs(page, reader):
     """In one directory, in the order of the page: a block may use what the ones before it made."""
-    for language, text in BLOCK.findall(page.read_text()):
-        (run_python if language == "python" else run_shell)(text, tmp_path)
+    run_page(page, reader)
 
 
-def test_the_readme_has_blocks_to_run():
-    found = [language for language, _ in BLOCK.findall((ROOT / "README.md").read_text())]
-    assert found.count("python") >= 3 and "sh" in found
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.note == "slow" for b in blocks_of(p))], ids=name_of
+)
+def test_the_long_commands_of_a_page_run(page, reader):
+    run_page(page, reader, slow=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_of_a_kind_that_is_run_or_says_why_not(page):
+    known = {"python", "sh", "diff", "text", ""}
+    for block in blocks_of(page):
+        assert block.language in known, f"{page.name}: nothing runs ```{block.language}"
+        assert not block.note or block.note == "slow" or block.note.startswith("not run: "), block.note
+        if block.language == "":
+            assert not re.search(r"^(\$ )?(gradproof|python|pip|make) ", block.text, re.M), "say ```sh"
+
+
+def test_there_are_blocks_to_run():
+    run = [b for page in PAGES for b in blocks_of(page) if not b.note and b.language in ("python", "sh")]
+    assert len(run) >= 30
+
+
+def test_a_page_that_shows_what_was_not_said_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\necho lr-too-high/overshoot\n```\n\n```text\nlr-too-low/tiny-steps\n```\n")
+    with pytest.raises(AssertionError, match="lr-too-low/tiny-steps"):
+        run_page(page, tmp_path)
+    page.write_text("```sh\nfalse\n```\n")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_page(page, tmp_path)
+    page.write_text("```python\nassert 1 == 2\n```\n")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_page(page, tmp_path)
+
+
+def test_links_lead_somewhere():
+    for page in [*PAGES, *(DOCS / "causes").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text()))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_the_api_page_has_every_name_and_argument():
+    text = " ".join((DOCS / "api.md").read_text().split())
+    for name in gradproof._HOME:
+        thing = getattr(gradproof, name)
+        if isinstance(thing, type):
+            assert f"`{name}`" in text
+            continue
+        shown = re.search(rf"`{name}\(([^`]*)\)`", text)
+        assert shown, f"api.md does not show {name}(...)"
+        parameters = inspect.signature(thing).parameters
+        assert re.findall(r"(\w+)(?:=|,|$)", re.sub(r"\*|=[^,]+", "", shown[1])) == list(parameters), name
+
+
+def test_the_api_page_has_every_command():
+    text = (DOCS / "api.md").read_text()
+    commands = {add.__name__.removeprefix("add_").replace("_", "-") for add in cli.COMMANDS}
+    assert set(re.findall(r"^\| `gradproof ([\w-]+)`", text, re.M)) == commands
 
 
 def test_the_tree_is_the_tree():
@@ -60,5 +133,18 @@ def test_the_tree_is_the_tree():
 
 
 def test_every_package_is_in_the_table_of_imports():
-    design = (ROOT / "docs" / "design.md").read_text()
+    design = (DOCS / "design.md").read_text()
     assert {p.name for p in PACKAGES} <= set(re.findall(r"^\| (\w+) \|", design, re.M))
+
+
+def test_make_run_is_the_demo_that_the_readme_promises():
+    (recipe,) = re.findall(r"^run: .*\n\t@\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert recipe == "gradproof demo"
+    assert re.search(r"^make run +# gradproof demo:", (ROOT / "README.md").read_text(), re.M)
+
+
+def test_the_demo_plants_a_fault_that_exists():
+    from gradproof.commands.watching import DEMO
+    from gradproof.faults.catalogue import FAULTS
+
+    assert DEMO in {fault.name for fault in FAULTS}

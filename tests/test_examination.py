@@ -23,10 +23,10 @@ from gradproof.record.run import open_run
 from gradproof.record.writer import RunWriter
 
 
-def examine(path, training):
+def examine(path, training, **options):
     """Run a training, watched and examined as `gradproof run` does it; what the training returned."""
     session = open_session(path, command=["test"], names=Names())
-    session.taping = Taping(session.names, Examination(session))
+    session.taping = Taping(session.names, Examination(session), **options)
     with attach(session):
         try:
             return training()

@@ -71,6 +71,22 @@ def test_policy_gradient():
     assert not confirmed_ids(is_the_loss_the_right_way_up, right)
 
 
+@pytest.mark.parametrize("sign, found", [(1, ["loss-scale-or-sign/policy-sign"]), (-1, [])])
+def test_a_policy_that_puts_out_probabilities_one_step_at_a_time(sign, found):
+    model = nn.Linear(4, 3)
+
+    def step():
+        chosen = []
+        for x in torch.randn(8, 4):
+            policy = torch.distributions.Categorical(torch.softmax(model(x), dim=-1))
+            chosen.append(policy.log_prob(policy.sample()))
+        rewards = torch.randn(8)
+        rewards = rewards - rewards.mean()
+        return sign * (torch.stack(chosen) * rewards).mean()
+
+    assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found
+
+
 def test_a_policy_may_minimise_costs():
     model, tour_lengths, weight = nn.Linear(5, 3), torch.rand(20), torch.randn(20)
 

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from pages import run_apart, run_line
 from trainings import mlp
 
 import gradproof
@@ -160,16 +161,12 @@ def test_a_sink_that_fails_is_one_warning_and_no_more(at, tmp_path):
     assert recorded.info["failure"] is None
 
 
-def test_run_to_tensorboard(tmp_path, monkeypatch):
-    import subprocess
-    import sys
-
+def test_run_to_tensorboard(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch\nw = torch.nn.Linear(2, 1)\no = torch.optim.SGD(w.parameters(), lr=0.1)\n"
         "for _ in range(5):\n    o.zero_grad(); w(torch.ones(3, 2)).square().mean().backward(); o.step()\n"
     )
-    command = [sys.executable, "-m", "gradproof", "run", "--no-experiments", "--to", "tensorboard"]
-    subprocess.run([*command, "--out", "run", "train.py"], cwd=tmp_path, check=True, capture_output=True)
+    run_apart(run_line, "gradproof run --no-experiments --to tensorboard --out run train.py", tmp_path)
     assert len(scalars(read_events(tmp_path / "run" / "tensorboard"), "loss")) == 5
 
 

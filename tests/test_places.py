@@ -173,3 +173,24 @@ def test_every_family_with_calls_exists():
     from gradproof.diagnosis.causes import BY_FAMILY
 
     assert set(CALLS) <= set(BY_FAMILY)
+
+
+def test_what_the_catalogue_names_exists():
+    """Symptoms, experiments and interventions of each family, and every experiment in some family."""
+    from gradproof.diagnosis import bookkeeping, ranks, symptoms
+    from gradproof.diagnosis.causes import CAUSES
+    from gradproof.experiments.examination import EXPERIMENTS, GLANCES
+    from gradproof.probes.interventions import INTERVENTIONS
+
+    source = "".join(Path(module.__file__).read_text() for module in (bookkeeping, ranks, symptoms))
+    experiments = {function.__name__ for function in (*GLANCES, *EXPERIMENTS)}
+    fixes = {function.__name__ for function in INTERVENTIONS}
+    for cause in CAUSES:
+        assert cause.raised_by and cause.fix and cause.decided_by and cause.title, cause.family
+        missing = [
+            name for name in cause.raised_by if f'"{name}"' not in source and f'/{name}"' not in source
+        ]
+        assert not missing, (cause.family, missing)
+        assert set(cause.experiments) <= experiments, cause.family
+        assert not cause.intervention or cause.intervention in fixes, cause.family
+    assert experiments == {name for cause in CAUSES for name in cause.experiments}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradproof.tape import attention, state
+from gradproof.tape import attention, operators
 from gradproof.tape.attention import attention_formula
 from gradproof.tape.execute import converted, execute
 from gradproof.tape.operations import Operation, Ref, Slot
@@ -179,7 +179,7 @@ def test_kernels_called_by_themselves_are_random_only_with_dropout(name):
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_step_with_dropout_in_its_attention_is_judged_with_the_mask_that_was_drawn(wrong, monkeypatch):
-    monkeypatch.setattr(state, "_OWN_NAMESPACES", {*state._OWN_NAMESPACES, "seeded_test"})
+    monkeypatch.setattr(operators, "OWN_NAMESPACES", {*operators.OWN_NAMESPACES, "seeded_test"})
     if wrong:
         monkeypatch.setattr(attention, "_set_generator", lambda state, device: None)
     torch.manual_seed(0)

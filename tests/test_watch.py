@@ -4,6 +4,7 @@ import gc
 import resource
 import sys
 import warnings
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -127,6 +128,37 @@ def test_it_never_breaks_training(owner, name, tmp_path, monkeypatch):
         watched = train(trainings.mlp, tmp_path / "run", schedule="all steps 0-3; light every step")
     assert len(caught) == 1
     assert watched[0] == plain[0] and hooks_left() == before
+
+
+def test_one_block_inside_another(tmp_path):
+    """Two trainings in turns, each watched and taped by itself, and both as they are alone."""
+
+    def both(path=None):
+        torch.manual_seed(1)
+        models = [nn.Linear(4, 1) for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        with ExitStack() as stack:
+            for i, pair in enumerate(zip(models, optimizers, strict=True)):
+                if path is not None:
+                    stack.enter_context(watch(*pair, out=path / str(i)))
+            for step in range(12):
+                i = step % 3 == 0
+                loss = models[i](torch.randn(8, 4)).square().mean()
+                optimizers[i].zero_grad()
+                loss.backward()
+                optimizers[i].step()
+        return [value.clone() for m in models for value in m.state_dict().values()]
+
+    plain, before = both(), hooks_left()
+    assert all(torch.equal(a, b) for a, b in zip(plain, both(tmp_path), strict=True))
+    assert hooks_left() == before and [len(open_run(tmp_path / n)) for n in "01"] == [8, 4]
+
+
+def test_a_state_that_is_a_plain_dict_is_no_reason_to_fail(tmp_path):
+    model = nn.Linear(4, 1)
+    model._register_state_dict_hook(lambda module, state, prefix, metadata: dict(state))
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), out=tmp_path / "run"):
+        assert type(model.state_dict()) is dict
 
 
 def test_no_hook_stays_behind(tmp_path):

@@ -165,6 +165,20 @@ def schedule(run: Run) -> Iterator[Symptom]:
             yield Symptom(id.partition("/")[2], level, label + text, 0, where_scheduled(run, id), (id,))
 
 
+def clip_of_infinity(run: Run) -> Iterator[Symptom]:
+    """A clip of a gradient that was infinite: it multiplies by 1/Inf, and Inf times 0 is NaN in every weight."""
+    before, after, loss = (run.steps[column] for column in ("norm_before_clip", "grad_norm", "loss"))
+    hit = np.flatnonzero(np.isinf(before) & np.isnan(after) & run.seen["grad_norm"] & np.isfinite(loss))
+    if not len(hit):
+        return
+    step = int(run.steps["step"][hit[0]])
+    text = (
+        f"the clip finds a norm of Inf and leaves NaN: Inf times 1/Inf; the loss is still {loss[hit[0]]:.4g}"
+    )
+    suspects = ("grad-clip-misuse/infinity-to-nan",)
+    yield Symptom("clip_of_infinity", "warning", text, step, line_of(run, "clip"), suspects)
+
+
 def where_scheduled(run: Run, id: str) -> str | None:
     """Of a schedule in the wrong unit, where it is stepped; of a wrong one, where it is made; or where lr is set."""
     order = ("scheduler made", "scheduler", "lr set")
@@ -319,6 +333,7 @@ BOOKKEEPING = (
     optimizer_state_lost,
     clip_misses,
     clip_sets_the_step,
+    clip_of_infinity,
     schedule,
     optimizer_settings,
     uneven_windows,

@@ -169,19 +169,49 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
 
 
 def rank(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Gravest first, surest first, earliest first; one finding a family and place."""
+    """Gravest first, causes before what they explain, surest first, earliest first; one finding a family and place."""
+    findings = [as_grave_as_short_steps(finding, findings) for finding in findings]
     best: dict[tuple[str, str | None], Finding] = {}
-    order = sorted(findings, key=_weight)
-    for finding in order:
+    for finding in sorted(findings, key=lambda finding: _weight(finding, findings)):
         best.setdefault((finding.family, finding.where), finding)
     return tuple(best.values())
 
 
-# What any other proven problem explains: whatever stops a network from learning makes its steps look too short.
-EXPLAINED_BY_OTHERS = ("lr-too-low",)
+# Steps that overshoot, or a start far off, where one of these was found: with it set right they may be fine.
+EXPLAINED_BY = {
+    "lr-too-high": (
+        "input-or-target-scale",
+        "loss-scale-or-sign",
+        "grad-accumulation-error",
+        "zero-grad-error",
+    ),
+    "bad-init": ("input-or-target-scale", "loss-scale-or-sign"),
+}
+# What makes steps short whatever the learning rate.
+SHORTENS_STEPS = ("optimizer-config/eps", "grad-clip-misuse/limit-too-small", "lr-schedule-error/dies-early")
 
 
-def _weight(finding: Finding) -> tuple[int, int, bool, float]:
+def as_grave_as_short_steps(finding: Finding, others: list[Finding]) -> Finding:
+    """What shortens steps, where steps are proven to be far too short, is the problem itself."""
+    short = any(
+        f.family == "lr-too-low" and f.level == "problem" and f.confidence == "proven" for f in others
+    )
+    return replace(finding, level="problem") if short and finding.id in SHORTENS_STEPS else finding
+
+
+def is_explained(finding: Finding, others: list[Finding]) -> bool:
+    """Whether another finding, no less grave, is behind this one; any problem makes steps look too short."""
+    graver = [
+        f
+        for f in others
+        if f.family != finding.family and LEVELS.index(f.level) <= LEVELS.index(finding.level)
+    ]
+    if finding.family == "lr-too-low":
+        return any(f.family not in EXPLAINED_BY for f in graver)
+    return any(f.family in EXPLAINED_BY.get(finding.family, ()) for f in graver)
+
+
+def _weight(finding: Finding, others: list[Finding]) -> tuple[int, bool, int, float]:
     step = float("inf") if finding.step is None else finding.step
-    explained = finding.family in EXPLAINED_BY_OTHERS
-    return LEVELS.index(finding.level), CONFIDENCES.index(finding.confidence), explained, step
+    explained = is_explained(finding, others)
+    return LEVELS.index(finding.level), explained, CONFIDENCES.index(finding.confidence), step

@@ -121,6 +121,15 @@ def loss_fell(run: Run) -> bool:
     return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
 
 
+def is_an_objective(loss: np.ndarray) -> bool:
+    """Negative at times, and no larger at its end than it was: a policy's or a bound's, which may rise and be well."""
+    loss = loss[np.isfinite(loss)]
+    early, late = loss[: len(loss) // 4], loss[-max(3, len(loss) // 10) :]
+    return bool((loss < 0).any()) and float(np.median(np.abs(late))) < 3 * float(
+        np.abs(early).max(initial=0.0)
+    )
+
+
 def loss_not_improving(run: Run) -> Iterator[Symptom]:
     """The loss ends where it began, or higher."""
     several = len(list(tracks(run))) > 1
@@ -132,6 +141,8 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
         if found.rose:
             # of two players, one may lose what the other wins
             name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
+            if not several and is_an_objective(track.loss):
+                name, level = "objective_rising", "note"
             yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")

@@ -74,9 +74,8 @@ class Evidence:
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key
-    again: Any = (
-        None  # where the tape is of a model's call that was made again: what was not finite, and how it ran
-    )
+    before_update: bool = False  # the tape ends where the optimizer begins, and the weights are as they were
+    again: Any = None  # of a model's call that was made again: what was not finite, eager and compiled
 
     @cached_property
     def roles(self) -> Roles:

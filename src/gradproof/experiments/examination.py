@@ -23,15 +23,22 @@ from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.leaks import has_validation_been_trained_on
+from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
-from gradproof.experiments.normalisation import does_normalisation_help
+from gradproof.experiments.normalisation import (
+    does_normalisation_help,
+    is_it_normalised_over_features,
+    is_rescaling_bounded,
+)
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.samples import are_samples_independent
+from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
@@ -76,10 +83,15 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_the_loss_start,
     does_the_optimizer_hold_everything,
     is_a_path_cut,
+    has_validation_been_trained_on,
     are_units_all_the_same,
     is_it_too_large,
     is_too_much_dropped,
     does_normalisation_help,
+    is_rescaling_bounded,
+    is_it_normalised_over_features,
+    is_attention_healthy,
+    does_the_optimizer_do_what_was_meant,
     do_units_respond,
     are_predictions_stuck,
     is_it_precision,
@@ -119,7 +131,7 @@ class Examination:
     def locate(self, tape: Any, step: int, again: Any = None) -> bool:
         """A step that is bad before its update, or one made again: True once the place of birth is known."""
         evidence = self._evidence(tape, step)
-        evidence.again = again
+        evidence.before_update, evidence.again = True, again
         self._run(where_was_it_born, evidence)
         return bool(self._memory.get("located"))
 

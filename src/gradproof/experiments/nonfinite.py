@@ -46,27 +46,21 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     bundle = keep_for_later(evidence, bad)
     if bundle:
         found = replace(found, evidence=(*found.evidence, f"reproduce  python {bundle}/reproduce.py"))
-    if weights_are_good(evidence):
+    if evidence.before_update:
         found = replace(found, evidence=(*found.evidence, "found    before the bad update was written"))
     yield found
-
-
-def weights_are_good(evidence: Evidence) -> bool:
-    """No parameter has seen the bad gradient yet."""
-    parameters = [p for optimizer in evidence.optimizers for g in optimizer.param_groups for p in g["params"]]
-    return all(p.is_sparse or bool(torch.isfinite(p.detach().sum())) for p in parameters)
 
 
 def born_in_the_compiler(evidence: Evidence, what: str) -> Verdict:
     """The same call, from the same numbers: finite operation by operation, not finite by the compiled code."""
     family = "forward-nonfinite" if what == "output" else "backward-nonfinite"
-    model = next((call.path or call.kind for call in evidence.tape.modules), "the model")
+    called = [call.path or call.kind for call in evidence.tape.modules if call.kind != "OptimizedModule"]
     return confirmed(
         f"{family}/born-in-the-compiler",
-        f"the {what} of the compiled model is not finite at step {evidence.step}, and again when it is run again",
+        f"the {what} of the compiled model is not finite at step {evidence.step}, nor when its code is run again",
         "run operation by operation, from the same inputs, weights and random numbers, it is finite",
         "found    before the bad update was written",
-        where=model,
+        where=called[0] if called else None,
         fix='compile with backend="aot_eager": if the NaN goes, the generated code makes it; then keep parts of the '
         "model out with torch.compiler.disable until it goes",
         lasting=True,

@@ -25,7 +25,8 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
-    picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
+    # what a policy did is no right class: whether it should become likelier is for its weight to say
+    picks = [] if policies else [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
     slots += [op.makes[0] for op in picks]
     if not slots:
@@ -73,7 +74,7 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
         )
 
 
-GOOD = re.compile(r"reward|return|score|gain|payoff|utility", re.I)
+GOOD = re.compile(r"rew|return|(\b|_)rets?\b|score|gain|payoff|utility", re.I)
 BAD = re.compile(r"cost|penalt|regret|tour|length|distance|energy|delay", re.I)
 
 
@@ -162,7 +163,7 @@ def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
 
 
 def _is_log_probability(flow: Flow, slot: int) -> bool:
-    """Picked by gather out of a log_softmax or out of scores less their logsumexp."""
+    """Picked by gather out of a log_softmax, of the log of a softmax, or of scores less their logsumexp."""
     maker = flow.maker(flow.behind(slot, VIEWS | {"stack", "cat"}))
     while maker is not None and maker.name in ("stack", "cat"):
         maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
@@ -174,7 +175,17 @@ def _is_log_probability(flow: Flow, slot: int) -> bool:
     if source.name == "sub" and len(source.reads) == 2:
         other = flow.maker(flow.behind(source.reads[1], VIEWS))
         return other is not None and other.name == "logsumexp"
-    return source.name == "_log_softmax"
+    return source.name == "_log_softmax" or _is_log_of_softmax(flow, source)
+
+
+def _is_log_of_softmax(flow: Flow, operation: Operation) -> bool:
+    """The log of probabilities that were clamped and made to sum to 1, as torch.distributions does."""
+    if operation.name != "log":
+        return False
+    maker: Operation | None = operation
+    while maker is not None and maker.name in ("log", "clamp", "div"):
+        maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+    return maker is not None and maker.name == "_softmax"
 
 
 @dataclass

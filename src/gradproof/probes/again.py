@@ -8,9 +8,12 @@ since, models that remember calls, and several processes, where running again wo
 
 from __future__ import annotations
 
+import functools
+import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +43,7 @@ class Call:
     args: tuple
     kwargs: dict[str, Any]
     generators: dict[str, Tensor]
-    autocasts: list[tuple[str, bool, torch.dtype]]
+    autocasts: list[tuple[str, torch.dtype]]
     gradients: dict[int, Tensor] = field(default_factory=dict)  # output -> gradient that came back to it
 
 
@@ -64,6 +67,8 @@ class Calls:
         self._compiler = False
         self._making = False
         self.kept: deque[Call] = deque(maxlen=MOST_CALLS)
+        self.seconds = 0.0  # that keeping has taken
+        self.steady = True  # listening may begin and end at any step
 
     def attach(self, models: Iterable[nn.Module]) -> None:
         """Listen to these models, each at its outermost call."""
@@ -72,8 +77,9 @@ class Calls:
             return
         self.detach()
         self._attached = wanted
-        for model in wanted:
-            self._stack.enter_context(_listening(model, self._called, self._returned))
+        watched = {id(model) for model in wanted}
+        for cls in {type(model) for model in wanted if not isinstance(model, torch.jit.ScriptModule)}:
+            self._stack.enter_context(_listening(cls, watched, self._called, self._returned))
 
     def detach(self) -> None:
         self._stack.close()
@@ -81,35 +87,50 @@ class Calls:
         self.kept.clear()
 
     def something_compiled(self, made: Any) -> None:
-        """From here on the model is called through compiled code: hooks inside would break its graph."""
+        """A module, or a function, or None for a module that was compiled in place: what is called may change."""
         self.detach()
         self._compiler = True
         inner = getattr(made, "_orig_mod", None)
         if isinstance(inner, nn.Module):
             self._outer[id(inner)] = made
+        elif (
+            made is not None
+        ):  # a function may call the model: each time listening began or ended, it would recompile
+            self.steady = False
 
     def _called(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._making or not torch.is_grad_enabled() or recomputing():
+        if self._making or not torch.is_grad_enabled() or recomputing() or _transformed():
             return
+        start = time.perf_counter()
         try:
-            with _disable_current_modes():  # what is kept is no part of a step that is taped
+            with self._outside_of_tapes():
                 if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
                     args, kwargs = map_tensors((args, kwargs), _without_history)
-                autocasts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
+                autocasts = [
+                    (d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)
+                ]
                 self.kept.append(Call(model, args, kwargs, _generators(), autocasts))
         except Exception as error:
             self._fail(error)
+        self.seconds += time.perf_counter() - start
 
     def _returned(self, model: nn.Module, output: Any) -> None:
         call = self.kept[-1] if self.kept else None
-        if self._making or call is None or call.model is not model or recomputing():
+        if self._making or call is None or call.model is not model or recomputing() or _transformed():
             return
+        start = time.perf_counter()
         try:
-            for index, tensor in enumerate(outputs_in(output)):
+            outputs = (output,) if isinstance(output, Tensor) else outputs_in(output)
+            for index, tensor in enumerate(outputs):
                 if tensor.requires_grad and nbytes(tensor) <= LARGEST_GRADIENT:
-                    tensor.register_hook(_keep_gradient(call, index))
+                    tensor.register_hook(functools.partial(call.gradients.__setitem__, index))
         except Exception as error:
             self._fail(error)
+        self.seconds += time.perf_counter() - start
+
+    def _outside_of_tapes(self) -> AbstractContextManager:
+        """What is kept is no part of a step that is taped."""
+        return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
     def make_again(self, names: dict[Tensor, str]) -> Iterator[Again]:
         """The calls that were kept, made again one after another; nothing of it is left behind in the models."""
@@ -118,14 +139,18 @@ class Calls:
         self._making = True
         try:
             for call in list(self.kept):
-                with _as_it_was(call):
-                    recorder = Recorder(names)
-                    recorder.start(inside_optimizer_hook=True)
-                    try:
-                        eager = _make(call)
-                    finally:
-                        tape = recorder.stop()
-                yield Again(tape, eager, "" if eager else self._by_compiled_code(call))
+                recorder = Recorder(names)
+                try:
+                    with _as_it_was(call):
+                        recorder.start(inside_optimizer_hook=True)
+                        try:
+                            eager = _make(call)
+                        finally:
+                            tape = recorder.stop()
+                    compiled = "" if eager else self._by_compiled_code(call)
+                except Exception:  # what it was called with is no longer what it was
+                    continue
+                yield Again(tape, eager, compiled)
         finally:
             self._making = False
 
@@ -145,36 +170,29 @@ class Calls:
 
 
 @contextmanager
-def _listening(model: nn.Module, called: Callable, returned: Callable) -> Iterator[None]:
-    """Hooks on a model, or around its compiled call, where hooks would become part of the graph."""
-    compiled = getattr(model, "_compiled_call_impl", None)
-    if compiled is not None:
+def _listening(
+    cls: type[nn.Module], watched: set[int], called: Callable, returned: Callable
+) -> Iterator[None]:
+    """Around the calls of some modules of a class: hooks on the modules themselves would be pickled with them."""
+    own, before = cls.__call__, cls.__dict__.get("__call__")
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            called(model, args, kwargs)
-            output = compiled(*args, **kwargs)
-            returned(model, output)
-            return output
+    @functools.wraps(own)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or id(self) not in watched:
+            return own(self, *args, **kwargs)
+        called(self, args, kwargs)
+        output = own(self, *args, **kwargs)
+        returned(self, output)
+        return output
 
-        model._compiled_call_impl = watched
-        try:
-            yield
-        finally:
-            model._compiled_call_impl = compiled
-        return
-
-    def before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            called(model, args, kwargs)
-
-    def after(model: nn.Module, args: tuple, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            returned(model, output)
-
-    with ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
-        stack.callback(model.register_forward_hook(after).remove)
+    cls.__call__ = call  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        if before is None:
+            del cls.__call__
+        else:
+            cls.__call__ = before  # type: ignore[method-assign]
 
 
 def _make(call: Call) -> str:
@@ -200,11 +218,9 @@ def _finite(tensors: Iterable[Tensor]) -> bool:
         )
 
 
-def _keep_gradient(call: Call, index: int) -> Callable[[Tensor], None]:
-    def hook(gradient: Tensor) -> None:
-        call.gradients[index] = gradient
-
-    return hook
+def _transformed() -> bool:
+    """Inside torch.func: what a model is given there does not outlive the transformation."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _without_history(tensor: Tensor) -> Tensor:
@@ -224,9 +240,10 @@ def _as_it_was(call: Call) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in call.model.buffers()]
     now = _generators()
     with ExitStack() as stack:
-        for device, enabled, dtype in call.autocasts:
-            if enabled:
-                stack.enter_context(torch.autocast(device, dtype))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the call has said them once
+        for device, dtype in call.autocasts:
+            stack.enter_context(torch.autocast(device, dtype))
         _set_generators(call.generators)
         try:
             yield

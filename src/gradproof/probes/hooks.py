@@ -263,7 +263,8 @@ def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool
     def wrapper(original: Callable) -> Callable:
         def compile(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
-            session.something_compiled(made)
+            in_place = bool(args) and isinstance(getattr(args[0], "__self__", None), torch.nn.Module)
+            session.something_compiled(None if in_place else made)
             return made
 
         return compile

@@ -11,7 +11,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -38,8 +38,11 @@ class Lines:
     def note(self, what: str, callers: int = 0) -> None:
         """Remember the line of the user's code that is running, and who called the function it stands in."""
         looks = self._looks[what] = self._looks.get(what, 0) + 1
-        if looks > MOST_LOOKS:
-            return
+        if looks <= MOST_LOOKS:
+            with suppress(Exception):  # a place is not worth a training
+                self._look(what, callers)
+
+    def _look(self, what: str, callers: int) -> None:
         frames = own_frames()
         frame = next(frames, None)
         if frame is None:

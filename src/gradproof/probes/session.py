@@ -84,14 +84,13 @@ class Session:
         rules: tuple[Rule, ...] = (),
         budget: float | None = None,
         rank: int = 0,
-        compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
         lines: Lines | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
         self.rank = rank
-        self._compiled = compiled
+        self._compiled = False
         self.pid = os.getpid()
         self.alive = True
         self.failure: str | None = None
@@ -140,7 +139,9 @@ class Session:
         self.facts.setdefault("_optimizers_made", {})[id(optimizer)] = line
         self.names.learn(optim.parameters_of(optimizer))
         self._listen_to_calls()
-        if self.step == 0 and self.taping is not None and not self.taping.active:
+        if self.taping is not None and self.step > 0:
+            self.taping.training_starts_anew()
+        elif self.taping is not None and not self.taping.active:
             self._afterwards.append(self._turn_tape)
 
     @guarded
@@ -426,12 +427,14 @@ class Session:
         roots = list(self.names.roots.values())
         if len(roots) != len(self._on_cpu):
             self._on_cpu = [all(p.device.type == "cpu" for p in root.parameters()) for root in roots]
-        if self.taping.only == self.step or all(self._on_cpu):
+        if self.taping.only == self.step or (self._calls.steady and all(self._on_cpu)):
             self._calls.attach(roots)
         else:
             self._calls.detach()
 
     def _begin_step(self) -> None:
+        self.own_seconds += 2 * self._calls.seconds  # PyTorch's hooks take as long again
+        self._calls.seconds = 0.0
         if self.step > Purse.FIRST or self._strict:  # by default, what is measured in any case is not charged
             self.purse.pay(self._open.depth, self.own_seconds - self._paid)
         self._paid = self.own_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ def loads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = take(self, *args, **kwargs)
         if not args and "destination" not in kwargs and session.alive:  # not a child's part of one
-            taken[id(result)] = (weakref.ref(result), user_line())
+            with suppress(TypeError):  # a hook may hand out a plain dict, which cannot be referred to
+                taken[id(result)] = (weakref.ref(result), user_line())
             if len(taken) > MOST:
                 del taken[next(iter(taken))]
         return result

@@ -30,6 +30,9 @@ LANDMARKS = frozenset(round(10 ** (k / 2)) for k in range(20))  # 1, 3, 10, 32, 
 LONG_BEFORE_TRAINING = (
     10.0  # seconds between the making of an optimizer and its first step that are still taped
 )
+NEW_STAGE_AFTER = 30  # steps: optimizers made earlier belong together
+MOST_STAGES = 3
+STAGE_ALLOWANCE = 2.0  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 
 EXAMINER = "gradproof.experiments.examination"  # named, not imported: experiments stand above probes
@@ -52,6 +55,9 @@ def begin_taping(session: Any, budget: float | None = None, only: int | None = N
     session.taping = Taping(session.names, examine, only=only, budget=budget)
 
 
+_recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
+
+
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
@@ -67,6 +73,8 @@ class Taping:
         self._step = -1
         self._began = time.perf_counter()
         self._turned = time.process_time()
+        self._first = 0  # step of the stage of training that is under way
+        self._stages = 0
         self._plain = float("inf")  # seconds of the shortest untaped step
         self._looks = 0
         self.trouble = False  # set from outside: look at the coming steps whatever the landmarks say
@@ -83,9 +91,10 @@ class Taping:
         self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
         self._step = step
         left_alone = compiled and self.only is None
-        if self.broken or left_alone or self._recorder is not None or not self._affords(step):
+        if self.broken or left_alone or _recording or not self._affords(step):
             return
         self._recorder = Recorder(names=self._names.by_parameter())
+        _recording.append(self)
         try:
             self._recorder.start(inside_optimizer_hook=True)
         except Exception as error:
@@ -95,6 +104,15 @@ class Taping:
         """Something else than training goes on before the first step: it is not worth a tape."""
         if self._step == 0 and time.process_time() - self._turned > LONG_BEFORE_TRAINING:
             self.stop()
+
+    def training_starts_anew(self) -> None:
+        """An optimizer is made in mid-training (a second stage, a fine-tuning): its first steps deserve a look, too."""
+        if self._step < NEW_STAGE_AFTER or self._stages >= MOST_STAGES:
+            return
+        self._stages += 1
+        self._first = self._step
+        if self._allowance:
+            self._allowance = max(self._allowance, self.spent) + STAGE_ALLOWANCE
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._recorder is not None:
@@ -134,7 +152,7 @@ class Taping:
             if self._step > 0:
                 self._plain = min(self._plain, duration)
             return
-        recorder, self._recorder = self._recorder, None
+        recorder = self._take_recorder()
         start = time.process_time()
         try:
             tape = recorder.stop()
@@ -149,12 +167,18 @@ class Taping:
     def stop(self) -> None:
         """Training is over, perhaps in mid-step."""
         if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
+            recorder = self._take_recorder()
             with suppress(Exception):
                 recorder.stop()
 
+    def _take_recorder(self) -> Recorder:
+        recorder, self._recorder = self._recorder, None
+        _recording.clear()
+        assert recorder is not None
+        return recorder
+
     def _look(self, tape: Tape) -> None:
-        thorough = self._step in LANDMARKS or self.trouble or self._step == self.only
+        thorough = self._step - self._first in LANDMARKS or self.trouble or self._step == self.only
         with _same_random_numbers():
             self._examine(tape, self._step, thorough)
 
@@ -167,7 +191,7 @@ class Taping:
         if self.spent < self._allowance:
             return True
         earned = self._allowance + self._share * elapsed
-        return (step in LANDMARKS or self.trouble) and self.spent < earned
+        return (step - self._first in LANDMARKS or self.trouble) and self.spent < earned
 
     def _give_up(self, error: Exception) -> None:
         self.broken = f"{type(error).__name__}: {error}"

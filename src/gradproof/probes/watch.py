@@ -105,7 +105,6 @@ def watch(
         names=Names(models or None),
         schedule=schedule,
         budget=budget,
-        compiled=any(is_compiled(m) for m in models),
         sinks=sinks,
     )
     hooked = bool(models or optimizers)
@@ -115,6 +114,8 @@ def watch(
     with attach(session, optimizers):
         if experiments and session.rank == 0:  # the other ranks would find the same
             begin_taping(session, budget)
+        for compiled in filter(is_compiled, models):
+            session.something_compiled(compiled)
         for each in optimizers:
             session.optimizer_made(each)
         try:
@@ -137,7 +138,6 @@ def open_session(
     names: Names,
     schedule: str | None = None,
     budget: float | None = None,
-    compiled: bool = False,
     on_row: Any = None,
     rank: int | None = None,
     sinks: Sequence[Sink] = (),
@@ -165,9 +165,7 @@ def open_session(
     writer = RunWriter(path, info, sinks if rank == 0 else ())
     if 0 < len(script) <= LARGEST_COPY:
         writer.keep_file(SCRIPT_COPY, script)
-    return Session(
-        writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row, lines=lines
-    )
+    return Session(writer, names, rules=rules, budget=budget, rank=rank, on_row=on_row, lines=lines)
 
 
 def default_path(label: str) -> Path:

@@ -9,7 +9,7 @@ from gradproof.report.comparison import Comparison, Health, read_curve
 from gradproof.report.plot import Curve, render_plot
 from gradproof.report.tensor import plain
 
-NAMES = 34  # characters for what is compared; the values stand right of it
+NAMES = 42  # characters for what is compared; the values stand right of it
 MOST_CHANGES, MOST_CODE = 20, 60
 
 

@@ -19,7 +19,8 @@ import torch
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import ModuleCall, Operation, Tape
 from gradproof.tape.operators import is_view
-from gradproof.tape.replay import Player, forward_operations, replay_exactly
+from gradproof.tape.player import Player
+from gradproof.tape.replay import forward_operations, replay_exactly
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from gradproof.tape.operations import Operation, Slot, Tape
-from gradproof.tape.replay import Player
+from gradproof.tape.player import Player
 
 MOST_ROWS = 4  # more rows than this say nothing
 

@@ -14,7 +14,7 @@ import torch
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Line, Operation, Tape
 from gradproof.tape.pattern import ranges
-from gradproof.tape.replay import Player
+from gradproof.tape.player import Player
 from gradproof.tape.rows import trace_rows
 from gradproof.tape.trace import Bad, Trace, follow, origins
 

@@ -25,6 +25,7 @@ FUSED_ATTENTION = {
 
 # the mask of their dropout exists only inside them
 DROPS_INSIDE = FUSED_ATTENTION | {"_flash_attention_forward", "_efficient_attention_forward"}
+OWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
 
 
 def name_of(func: Callable) -> str:
@@ -34,6 +35,11 @@ def name_of(func: Callable) -> str:
 
 def is_collective(func: Callable) -> bool:
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
+
+
+def has_own_backward(func: Callable) -> bool:
+    """True for an operator from outside PyTorch."""
+    return getattr(func, "namespace", "aten") not in OWN_NAMESPACES
 
 
 @cache

@@ -8,7 +8,7 @@ from gradproof.tape.execute import CannotReplay
 from gradproof.tape.halving import MOST_ROWS, find_bad_rows
 from gradproof.tape.operations import Operation, Tape
 from gradproof.tape.pattern import ranges
-from gradproof.tape.replay import Player
+from gradproof.tape.player import Player
 
 
 def trace_rows(tape: Tape, operation: Operation, origin: Operation, slot: int, bad: torch.Tensor) -> str:

@@ -84,6 +84,17 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.sum(dtype=torch.float32) if low else tensor.sum()).double()
 
 
+def on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers from any devices as one tensor on the CPU, with one copy from each."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, number in enumerate(numbers):
+        by_device.setdefault(number.device, []).append(place)
+    found = torch.empty(len(numbers), dtype=torch.float64)
+    for places in by_device.values():
+        found[places] = torch.stack([numbers[place] for place in places]).cpu()
+    return found
+
+
 def freeze(name: str, values: list[torch.Tensor]) -> tuple:
     if name == "native_dropout":
         return (None, values[1].clone())

@@ -16,7 +16,8 @@ import torch
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import BackwardCall, Operation, Ref, Tape
 from gradproof.tape.operators import FRESH
-from gradproof.tape.replay import Player, real_contributions, replay_exactly
+from gradproof.tape.player import Player
+from gradproof.tape.replay import real_contributions, replay_exactly
 
 SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
