@@ -121,6 +121,16 @@ def test_a_nan_is_caught_in_the_act(tmp_path):
     assert "(7, 2)" in " ".join(cause.evidence)  # the entry of the batch it came from
 
 
+def test_every_gradient_s_error_is_kept_for_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(examination, "MOST_SHADOWS", 2)
+    examine(tmp_path / "run", regression)
+    shadows = [event for event in open_run(tmp_path / "run").events if event["event"] == "shadow"]
+    assert len(shadows) == 2
+    found = {each["name"]: each for each in shadows[0]["parameters"]}
+    assert sorted(found) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert all(each["verdict"] == "right" and each["error"] <= each["tolerance"] for each in found.values())
+
+
 def test_an_experiment_that_fails_is_noted_and_left_out(tmp_path, monkeypatch):
     def broken(evidence):
         raise RuntimeError("planted")

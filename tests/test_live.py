@@ -69,10 +69,14 @@ def test_a_growing_run_is_followed_to_its_end(browser, serve, tmp_path):
     assert "5 steps" in tab.text("header") and "live" in tab.text("header")
     assert "No end was recorded" not in tab.text("#verdict")  # it is alive: rows are fresh
     tab.page.fill("#search", "mlp")
+    tab.page.click("#model summary:has-text('blocks')")
+    scrolled = tab.ask("window.scrollTo(0, 1200); window.scrollY")
     for step in range(5, 9):
         maker.step(step)
     tab.page.wait_for_selector("header >> text=9 steps", timeout=10_000)
     assert tab.range() == [0, 8]
+    assert tab.ask("window.scrollY") == scrolled > 0  # the reader stays where they were
+    assert tab.page.locator("#model details[open]").count() == 1
     assert tab.page.input_value("#search") == "mlp" and tab.page.locator(".tensors tbody tr").count() == 2
     tab.ask("ui.view.zoomTo(2, 5)")
     maker.step(9)
@@ -96,7 +100,7 @@ def test_runs_are_listed_chosen_and_compared(browser, serve, tmp_path):
     tab.page.click("#verdict button:has-text('first')")
     tab.page.wait_for_selector("#heatmap")
     assert "first" in tab.text("header")
-    tab.page.click("text=All runs")
+    tab.page.click("text=← All runs")
     tab.page.wait_for_selector("#list")
     assert tab.errors == [] and all(url.startswith("http://127.0.0.1") for url in tab.requests)
     tab.page.close()
@@ -110,7 +114,7 @@ def test_another_host_name_is_refused(serve, tmp_path):
     server = serve(tmp_path)
     assert get(server, "/runs")[0] == 200
     assert get(server, "/runs", host="localhost:1")[0] == 200
-    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]"):
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]", "[::1", " "):
         assert get(server, "/runs", host=host)[0] == 403
 
 

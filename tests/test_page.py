@@ -123,6 +123,24 @@ def test_parameters_stand_where_their_module_runs(tmp_path):
     assert gradients == ["first.weight", "first.bias", "second.weight"] and run.tensors[early]
 
 
+def test_a_block_comes_after_its_parts_and_its_own_parameter_before_them(tmp_path):
+    writer = RunMaker(tmp_path / "run", layers=()).writer
+    for name in ("block.0", "block.1", "block"):
+        writer.add_tensor("output", name)
+    for name in ("block.1.weight", "block.scale", "block.0.weight"):
+        writer.add_tensor("gradient", name)
+    writer.close()
+    run = open_run(tmp_path / "run")
+    names = [run.tensors[number]["name"] for number in order_of_execution(run)]
+    assert [name for name in names if name in ("block.0", "block.1", "block")] == [
+        "block.0",
+        "block.1",
+        "block",
+    ]
+    parameters = [name for name in names if name.endswith(("weight", "scale"))]
+    assert parameters == ["block.scale", "block.0.weight", "block.1.weight"]
+
+
 # the page ------------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +406,7 @@ def test_the_verdict_with_its_trial_the_tape_and_the_alignment(browser, tmp_path
         maker.step(step)
     born = [
         "first bad value: nan from log in forward",
-        "line     model.py:7 in forward",
+        "line     /home/someone/model.py:7 in forward",
         "operand  x from 0 to 1",
     ]
     common = {"verdict": "confirmed", "lasting": True, "level": "problem", "confidence": "proven"}

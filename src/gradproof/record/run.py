@@ -33,6 +33,8 @@ from gradproof.record.schema import (
     TEXT_COLUMNS,
 )
 
+MOST_LAYOUTS = 64  # kept at a time; a run usually has as many as there are depths
+
 
 class Frame(NamedTuple):
     """Statistics of one step: row i belongs to the tensor numbered `numbers[i]`, in the order of execution."""
@@ -78,6 +80,8 @@ class Frames(Sequence[Frame]):
         stream.seek(offset)
         layout = stream.read(4 * rows)
         if layout not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
             self._layouts[layout] = np.frombuffer(layout, "<u4").astype(np.int64)
         values = np.frombuffer(stream.read(4 * rows * self._columns), "<f4").reshape(rows, self._columns)
         return Frame(step, self._layouts[layout], values)
@@ -246,10 +250,15 @@ def _number(cell: str) -> float:
 def _read_events(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     events, damaged = [], 0
     if file.exists():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for line in text.removesuffix("\n").split("\n"):  # splitlines would cut at U+2028, too
             try:
-                events.append(json.loads(line))
+                event = json.loads(line)
             except ValueError:
+                event = None
+            if isinstance(event, dict):
+                events.append(event)
+            else:
                 damaged += 1
     if damaged:
         notes.append(f"{file.name}: {damaged} damaged lines are left out")

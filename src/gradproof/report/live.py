@@ -158,7 +158,10 @@ class LiveServer(ThreadingHTTPServer):
 
     def knows_host(self, header: str | None) -> bool:
         """The Host that a browser names is this server's: no foreign site's name has been pointed at it."""
-        name = urlsplit(f"//{header or ''}").hostname
+        try:
+            name = urlsplit(f"//{header or ''}").hostname
+        except ValueError:
+            return False
         return name in (*LOOPBACK, str(self.server_address[0]).lower()) or bool(self.token and name)
 
     def shutdown(self) -> None:

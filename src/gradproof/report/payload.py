@@ -49,6 +49,12 @@ CURVES = {
     "loss_scale": "loss scale",
 }
 
+# event -> level and words of its mark
+MARKED = {
+    "first_nonfinite": ("problem", "first non-finite value"),
+    "watching_failed": ("warning", "watching ended here"),
+}
+
 
 def pack_run(run: Run, diagnosis: Diagnosis | None = None, share: float = 1.0) -> dict[str, str]:
     """A run for the page, as text that JSON and HTML can carry; `share` of the room is its own.
@@ -68,7 +74,7 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
     """What the page knows of a run; arrays are references into `columns`."""
     found = list(tracks(run))
     return {
-        "name": run.path.name,
+        "name": name_of(run),
         "path": str(run.path),
         "steps": len(run),
         "status": describe_status(run),
@@ -92,6 +98,12 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
         "alignment": find_alignment(run),
         "info": {key: value for key, value in run.info.items() if key not in ("tensors", "statistics")},
     }
+
+
+def name_of(run: Run) -> str:
+    """The name of its directory; `gradproof train` has many that are called NAME/record."""
+    path = run.path.absolute()
+    return f"{path.parent.name}/record" if path.name == "record" else path.name
 
 
 def describe_status(run: Run) -> dict[str, Any]:
@@ -181,29 +193,28 @@ def find_marks(run: Run, diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         if cause.step is not None and cause.level != "note":
             yield {"step": cause.step, "level": cause.level, "text": cause.id}
     for event in run.events:
-        if event.get("event") == "first_nonfinite":
-            yield {"step": event.get("step"), "level": "problem", "text": "first non-finite value"}
-        elif event.get("event") == "watching_failed":
-            yield {"step": event.get("step"), "level": "warning", "text": "watching ended here"}
+        level, text = MARKED.get(event.get("event", ""), ("", ""))
+        if text and isinstance(event.get("step"), int):
+            yield {"step": event["step"], "level": level, "text": text}
     for step in run.steps["step"][np.nan_to_num(run.steps["skipped"]) > 0][:200]:
         yield {"step": int(step), "level": "note", "text": "step skipped by the GradScaler"}
 
 
 def order_of_execution(run: Run) -> list[int]:
     """Numbers of all tensors, in the order in which the forward pass comes by; parameters stand at their module."""
-    place: dict[str, int] = {}
-    for tensor in run.tensors:
-        if tensor["kind"] == "output":
-            name = tensor["name"]
-            here = place.setdefault(name, len(place))
-            for end in [i for i, letter in enumerate(name) if letter == "."]:
-                place.setdefault(name[:end], here)  # a module runs no later than its first part
+    outputs = [tensor["name"] for tensor in run.tensors if tensor["kind"] == "output"]
+    ends = {name: place for place, name in enumerate(outputs)}
+    begins: dict[str, int] = {}  # a module with parts begins with the first of them
+    for place, name in enumerate(outputs):
+        for end in [*(i for i, letter in enumerate(name) if letter == "."), len(name)]:
+            begins.setdefault(name[:end], place)
     last: dict[str, int] = {}
 
     def position(number: int) -> tuple[int, int]:
         kind, name = run.tensors[number]["kind"], run.tensors[number]["name"]
-        module = name if kind.startswith("output") else name.rpartition(".")[0]
-        last[kind] = place.get(module, last.get(kind, -1))
+        is_output = kind.startswith("output")
+        found = ends.get(name) if is_output else begins.get(name.rpartition(".")[0])
+        last[kind] = last.get(kind, -1) if found is None else found
         return last[kind], number
 
     return [number for _, number in sorted(map(position, range(len(run.tensors))))]

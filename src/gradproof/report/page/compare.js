@@ -25,33 +25,55 @@ function runLabel(label, place) {
 }
 
 function renderHealthTable(comparison, runs, onOpen) {
-  const head = ["run", "verdict", "steps", "first loss", "last loss", "best loss", "parts from the first at"];
+  const heads = [
+    "run",
+    "verdict",
+    "steps",
+    "first loss",
+    "last loss",
+    "best loss",
+    "parts from the first at",
+  ];
   const rows = comparison.health.map((health, place) => {
-    const level = health.worst || "good";
+    const label = runLabel(comparison.labels[place], place);
     const apart = comparison.apart_since[place];
-    return h(
-      "tr",
-      {},
-      h("th", { scope: "row" }, h("button", { class: "name", onclick: () => onOpen(runs[place], place) }, runLabel(comparison.labels[place], place))),
-      h("td", {}, h("span", { class: `chip level ${level}` }, level), " ", health.title ? sentence(health.title) : "nothing found", health.where && [" at ", h("code", {}, health.where)]),
-      [health.steps, short(health.first_loss), short(health.last_loss), short(health.best_loss)].map((value) => h("td", {}, value)),
-      h("td", {}, place === 0 ? "" : apart === null ? "nowhere: the same losses" : `step ${apart}`),
-    );
+    return row(h("button", { class: "name", onclick: () => onOpen(runs[place], place) }, label), [
+      [
+        levelChip(health.worst || "good"),
+        health.title ? sentence(health.title) : "nothing found",
+        health.where && [" at ", h("code", {}, health.where)],
+      ],
+      health.steps,
+      short(health.first_loss),
+      short(health.last_loss),
+      short(health.best_loss),
+      place === 0 ? "" : apart === null ? "nowhere: the same losses" : `step ${apart}`,
+    ]);
   });
-  return h("div", { class: "card scroll" }, h("table", { class: "health" }, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, rows)));
+  return h("div", { class: "card scroll" }, table(heads, rows, { class: "health" }));
 }
+
+const levelChip = (level) => [h("span", { class: `chip level ${level}` }, level), " "];
 
 function renderOverlays(runs, labels, view) {
   const overlay = (title, id, options) => {
     const lines = runs.flatMap((run, place) =>
-      run.curvesOf(id).map((curve) => ({ ...curve, label: labels[place] + (curve.track ? ` ${curve.track}` : ""), color: RUN_COLORS[place % RUN_COLORS.length] })));
+      run.curvesOf(id).map((curve) => ({
+        ...curve,
+        label: labels[place] + (curve.track ? ` ${curve.track}` : ""),
+        color: RUN_COLORS[place % RUN_COLORS.length],
+      })),
+    );
     return lines.length ? new Plot(view, lines, { title, ...options }).element : null;
   };
   const smooth = runs.every((run) => run.curvesOf("loss_smooth").length);
   return h(
     "div",
     { class: "plots" },
-    overlay(smooth ? "Loss, smoothed" : "Loss", smooth ? "loss_smooth" : "loss", { log: false, height: 220 }),
+    overlay(smooth ? "Loss, smoothed" : "Loss", smooth ? "loss_smooth" : "loss", {
+      log: "auto",
+      height: 220,
+    }),
     overlay("Learning rate", "lr", { log: false }),
     overlay("Gradient norm before the clip", "norm_before_clip", { log: true }),
     overlay("Gradient norm that the optimizer saw", "grad_norm", { log: true }),
@@ -62,32 +84,65 @@ function renderOverlays(runs, labels, view) {
 
 /** A table with a column for each run. */
 function renderTable(comparison, first, rows) {
-  return h("div", { class: "card scroll" }, h("table", { class: "changes" }, h("thead", {}, h("tr", {}, h("th", {}, first), comparison.labels.map((label, place) => h("th", { scope: "col" }, runLabel(label, place))))), h("tbody", {}, rows)));
+  const heads = [first, ...comparison.labels.map((label, place) => h("span", {}, runLabel(label, place)))];
+  return h("div", { class: "card scroll" }, table(heads, rows, { class: "changes" }));
 }
 
 function renderFindings(comparison) {
   if (!comparison.findings.length) return missing("No cause was found in any of the runs.");
-  return renderTable(comparison, "cause", comparison.findings.map((row) =>
-    h("tr", {}, h("th", { scope: "row" }, h("code", {}, row.id)), row.levels.map((level, place) =>
-      h("td", {}, level ? [h("span", { class: `chip level ${level}` }, level), " ", row.where[place] && h("code", {}, row.where[place])] : h("span", { class: "hint" }, "not found"))))));
+  const rows = comparison.findings.map(({ id, levels, where }) => {
+    const cells = levels.map((level, place) =>
+      level
+        ? [levelChip(level), where[place] && h("code", {}, where[place])]
+        : h("span", { class: "hint" }, "not found"),
+    );
+    return row(h("code", {}, id), cells);
+  });
+  return renderTable(comparison, "cause", rows);
 }
 
+const MOST_CHANGES = 100;
+
 function renderChanges(comparison) {
-  if (!comparison.differences.length) return missing("Code, arguments, versions and settings are the same, as far as they were recorded.");
-  return renderTable(comparison, "what", comparison.differences.slice(0, 100).map((difference) =>
-    h("tr", {}, h("th", { scope: "row" }, h("small", {}, difference.group), " ", difference.what), difference.values.map((value) => h("td", {}, value === null ? h("span", { class: "hint" }, "–") : h("code", {}, value))))));
+  const { differences } = comparison;
+  if (!differences.length)
+    return missing("Code, arguments, versions and settings are the same, as far as they were recorded.");
+  const rows = differences.slice(0, MOST_CHANGES).map(({ group, what, values }) => {
+    const cells = values.map((value) =>
+      value === null ? h("span", { class: "hint" }, "–") : h("code", {}, value),
+    );
+    return row([h("small", {}, group), " ", what], cells);
+  });
+  const left = differences.length - rows.length;
+  return [renderTable(comparison, "what", rows), left > 0 && missing(`and ${left} more differences`)];
 }
 
 function renderCode(comparison) {
+  const kinds = { "+": "added", "-": "removed", "@": "hunk" };
   return comparison.code.map((diff, place) => {
     if (!diff) return null;
-    const lines = diff.split("\n").map((line) => h("span", { class: { "+": "added", "-": "removed", "@": "hunk" }[line[0]] || "" }, line || " "));
-    return h("details", { class: "card", open: true }, h("summary", {}, "Script of ", comparison.labels[place], " against ", comparison.labels[0]), h("pre", { class: "diff" }, lines));
+    const [first, other] = [comparison.labels[0], comparison.labels[place]];
+    const lines = diff.split("\n").slice(2); // the first two name the runs, as the summary does
+    return foldable(
+      `code ${place}`,
+      true,
+      { class: "card" },
+      h("summary", {}, `Script of ${other} against ${first}`),
+      () =>
+        h(
+          "pre",
+          { class: "diff" },
+          lines.map((line) => h("span", { class: kinds[line[0]] }, line || " ")),
+        ),
+    );
   });
 }
 
 function renderTensorDifferences(comparison) {
-  if (!comparison.tensors.length) return missing("No gradient or update that all runs measured differs by a factor of two.");
-  return renderTable(comparison, "typical norm", comparison.tensors.map((each) =>
-    h("tr", {}, h("th", { scope: "row" }, each.name, " ", h("small", {}, KIND_WORDS[each.kind] || each.kind)), each.values.map((value) => h("td", {}, short(value))))));
+  if (!comparison.tensors.length)
+    return missing("No gradient or update that all runs measured differs by a factor of two.");
+  const rows = comparison.tensors.map(({ name, kind, values }) =>
+    row([name, " ", h("small", {}, KIND_WORDS[kind] || kind)], values.map(short)),
+  );
+  return renderTable(comparison, "typical norm", rows);
 }

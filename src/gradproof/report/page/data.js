@@ -1,7 +1,8 @@
 // Reads what report/columns.py and payload.py packed: facts as JSON, numbers as typed arrays.
 
 const NOT_MEASURED = -1;
-const BAD_NAN = 1, BAD_INF = 2;
+const BAD_NAN = 1,
+  BAD_INF = 2;
 
 async function inflate(text) {
   const letters = atob(text);
@@ -29,6 +30,10 @@ function decode(block, [offset, length, type]) {
 /** A run as the page sees it. */
 class RunData {
   constructor(facts, block) {
+    const directory = facts.info.directory;
+    if (directory && directory.length > 1) {
+      for (const part of ["diagnosis", "verdicts"]) facts[part] = shorten(facts[part], `${directory}/`);
+    }
     this.facts = facts;
     this.name = facts.name;
     this.tensors = facts.tensors;
@@ -52,14 +57,22 @@ class RunData {
   }
 
   readHistory(packed) {
-    const [first, last, high, bad] = ["first", "last", "high", "bad"].map((name) => this.column(packed[name]));
+    const [first, last, high, bad] = ["first", "last", "high", "bad"].map((name) =>
+      this.column(packed[name]),
+    );
     const low = packed.low ? this.column(packed.low) : high;
     return { frames: packed.frames, first, last, high, low, bad, bins: first.length };
   }
 
   readDetails(packed) {
     const first = this.column(packed.first);
-    return { ...packed, first, last: this.column(packed.last), values: this.column(packed.values), bins: first.length };
+    return {
+      ...packed,
+      first,
+      last: this.column(packed.last),
+      values: this.column(packed.values),
+      bins: first.length,
+    };
   }
 
   /** Steps from the first to the last that anything was recorded at. */
@@ -114,6 +127,14 @@ class RunData {
     this.parameters ??= new Map((this.facts.info.parameters || []).map((each) => [each.name, each]));
     return this.parameters.get(name);
   }
+}
+
+/** Paths below the directory that the script ran in, without it. */
+function shorten(data, directory) {
+  if (typeof data === "string") return data.replaceAll(directory, "");
+  if (Array.isArray(data)) return data.map((each) => shorten(each, directory));
+  if (data === null || typeof data !== "object") return data;
+  return Object.fromEntries(Object.entries(data).map(([name, value]) => [name, shorten(value, directory)]));
 }
 
 const key = (kind, name) => `${kind}\u0000${name}`;

@@ -6,8 +6,20 @@ function renderVerdict(run) {
   const notes = diagnosis.causes.filter((cause) => cause.level === "note");
   return [
     steps && grave.length ? renderCause(run, grave[0], true) : renderHealthy(run, notes.length),
-    grave.length > 1 && h("div", { class: "others" }, h("h3", {}, "Further causes"), grave.slice(1).map((cause) => renderFolded(run, cause))),
-    notes.length > 0 && h("div", { class: "others" }, h("h3", {}, "Good to know"), notes.map((cause) => renderFolded(run, cause))),
+    grave.length > 1 &&
+      h(
+        "div",
+        { class: "others" },
+        h("h3", {}, "Further causes"),
+        grave.slice(1).map((cause) => renderFolded(run, cause)),
+      ),
+    notes.length > 0 &&
+      h(
+        "div",
+        { class: "others" },
+        h("h3", {}, "Good to know"),
+        notes.map((cause) => renderFolded(run, cause)),
+      ),
     h("div", { class: "two" }, renderAlsoSeen(diagnosis), renderExcluded(diagnosis)),
   ];
 }
@@ -18,14 +30,29 @@ function renderHealthy(run, notes) {
       "article",
       { class: "verdict card note" },
       h("h1", {}, "No step was recorded"),
-      h("p", {}, "There is nothing to say about training: no optimizer took a step while this run was written."),
+      h(
+        "p",
+        {},
+        "There is nothing to say about training: no optimizer took a step while this run was written.",
+      ),
     );
   }
   return h(
     "article",
     { class: "verdict card good" },
-    h("h1", {}, run.facts.status.ended ? "Nothing is wrong that this record could show" : "Nothing is wrong so far that this record could show"),
-    h("p", {}, `${plural(run.facts.steps, "step")} recorded, ${plural(run.facts.diagnosis.excluded.length, "cause")} tested and excluded`, notes ? `; ${plural(notes, "note")} below.` : "."),
+    h(
+      "h1",
+      {},
+      run.facts.status.ended
+        ? "Nothing is wrong that this record could show"
+        : "Nothing is wrong so far that this record could show",
+    ),
+    h(
+      "p",
+      {},
+      `${plural(run.facts.steps, "step")} recorded, ${plural(run.facts.diagnosis.excluded.length, "cause")} tested and excluded`,
+      notes ? `; ${plural(notes, "note")} below.` : ".",
+    ),
   );
 }
 
@@ -43,21 +70,41 @@ function renderCause(run, cause, first) {
       cause.step !== null && h("span", { class: "hint" }, `since step ${cause.step}`),
     ),
     h(first ? "h1" : "h3", {}, sentence(cause.title || cause.id), place),
-    h("dl", {}, renderEvidence(cause), h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix)))),
+    h(
+      "dl",
+      {},
+      renderEvidence(cause),
+      h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix))),
+    ),
     renderTrial(run, cause),
   );
 }
 
 function renderFolded(run, cause) {
   const place = cause.where && h("code", {}, cause.where);
-  return h(
-    "details",
-    { class: `card folded ${cause.level}` },
-    h("summary", {}, h("span", { class: `chip level ${cause.level}` }, cause.level), sentence(cause.title || cause.id), place),
-    h("p", { class: "chips" }, h("span", { class: "chip" }, cause.confidence), h("code", {}, cause.id), cause.step !== null && h("span", { class: "hint" }, `step ${cause.step}`)),
-    h("dl", {}, renderEvidence(cause), h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix)))),
-    renderTrial(run, cause),
+  const summary = h(
+    "summary",
+    {},
+    h("span", { class: `chip level ${cause.level}` }, cause.level),
+    sentence(cause.title || cause.id),
+    place,
   );
+  return foldable(`cause ${cause.id}`, false, { class: `card folded ${cause.level}` }, summary, () => [
+    h(
+      "p",
+      { class: "chips" },
+      h("span", { class: "chip" }, cause.confidence),
+      h("code", {}, cause.id),
+      cause.step !== null && h("span", { class: "hint" }, `step ${cause.step}`),
+    ),
+    h(
+      "dl",
+      {},
+      renderEvidence(cause),
+      h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix))),
+    ),
+    renderTrial(run, cause),
+  ]);
 }
 
 function renderEvidence(cause) {
@@ -66,7 +113,20 @@ function renderEvidence(cause) {
 }
 
 // words that begin a line of the tape's findings
-const LABELS = new Set(["module", "line", "because", "operand", "result", "from", "reaches", "note", "at", "called", "evidence", "reproduce"]);
+const LABELS = new Set([
+  "module",
+  "line",
+  "because",
+  "operand",
+  "result",
+  "from",
+  "reaches",
+  "note",
+  "at",
+  "called",
+  "evidence",
+  "reproduce",
+]);
 
 /** Lines of evidence; those of the tape begin with a word that says what they hold. */
 function renderLines(lines) {
@@ -96,7 +156,13 @@ function renderTrial(run, cause) {
   const bar = (label, value, kind) => {
     const fillBar = h("i", { class: kind });
     fillBar.style.width = Number.isFinite(value) ? `${Math.max(1, (100 * value) / most)}%` : "100%";
-    return h("div", { class: "bar-row" }, h("span", {}, label), h("span", { class: "track" }, fillBar), h("b", {}, short(value)));
+    return h(
+      "div",
+      { class: "bar-row" },
+      h("span", {}, label),
+      h("span", { class: "track" }, fillBar),
+      h("b", {}, short(value)),
+    );
   };
   return h(
     "div",
@@ -113,7 +179,16 @@ function renderAlsoSeen(diagnosis) {
   const text = (symptom) => symptom.evidence + (symptom.step !== null ? ` (step ${symptom.step})` : "");
   const rest = diagnosis.symptoms.filter((symptom) => !told.has(text(symptom)));
   if (!rest.length) return null;
-  return h("div", { class: "card list" }, h("h3", {}, "Also seen"), h("ul", {}, rest.map((symptom) => h("li", {}, text(symptom)))));
+  return h(
+    "div",
+    { class: "card list" },
+    h("h3", {}, "Also seen"),
+    h(
+      "ul",
+      {},
+      rest.map((symptom) => h("li", {}, text(symptom))),
+    ),
+  );
 }
 
 function renderExcluded(diagnosis) {
@@ -122,6 +197,10 @@ function renderExcluded(diagnosis) {
     "div",
     { class: "card list excluded" },
     h("h3", {}, "Tested, and not the cause"),
-    h("dl", {}, diagnosis.excluded.map(({ family, reason }) => h("div", {}, h("dt", {}, family), h("dd", {}, reason)))),
+    h(
+      "dl",
+      {},
+      diagnosis.excluded.map(({ family, reason }) => h("div", {}, h("dt", {}, family), h("dd", {}, reason))),
+    ),
   );
 }

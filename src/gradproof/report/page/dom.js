@@ -31,12 +31,57 @@ function append(element, children) {
   }
 }
 
+/** In place of a part that was not recorded: what is missing, and how to get it. */
+const missing = (...text) => h("p", { class: "card missing" }, ...text);
+
+const card = (...content) => h("div", { class: "card" }, ...content);
+
+/** A table; a head is a text, or [text, class] for a column that narrow screens leave out. */
+function table(heads, rows, attributes = {}) {
+  const head = (each) => {
+    const [text, name] = Array.isArray(each) ? each : [each, null];
+    return h("th", { scope: "col", class: name }, text);
+  };
+  return h("table", attributes, h("thead", {}, h("tr", {}, heads.map(head))), h("tbody", {}, rows));
+}
+
+/** A row of a table: its head, then cells, which are texts or elements of their own. */
+function row(head, cells, attributes = {}) {
+  const cell = (each) => (each instanceof HTMLTableCellElement ? each : h("td", {}, each));
+  return h("tr", attributes, h("th", { scope: "row" }, head), cells.map(cell));
+}
+
+/** A share as a bar; `limit` is a mark on it. Both from 0 to 1. */
+function track(share, kind, limit = null) {
+  const width = (value) => `${100 * Math.max(0, Math.min(1, value))}%`;
+  const bar = h("i", { class: kind });
+  bar.style.width = width(share);
+  const mark = limit !== null && h("em");
+  if (mark) mark.style.left = width(limit);
+  return h("span", { class: "track" }, bar, mark);
+}
+
 /** Replace what an element holds. */
 function fill(element, ...children) {
   element.replaceChildren();
   append(element, children);
   return element;
 }
+
+/** A part that can be opened; it stays as the reader left it when the page is made anew. `content()` is made on opening. */
+function foldable(name, open, attributes, summary, content) {
+  const wanted = opened.get(name) ?? open;
+  const element = h("details", { ...attributes, open: wanted }, summary, wanted && content());
+  let made = wanted;
+  element.addEventListener("toggle", () => {
+    opened.set(name, element.open);
+    if (element.open && !made) append(element, [content()]);
+    made ||= element.open;
+  });
+  return element;
+}
+
+const opened = new Map(); // by name
 
 /** A colour of the style sheet, as the theme has it now. */
 function color(name) {

@@ -3,7 +3,13 @@
 
 // dark to bright, without red, which is kept for what is not finite
 const RAMP = [
-  [26, 28, 70], [38, 66, 130], [42, 112, 152], [58, 154, 148], [120, 190, 130], [196, 216, 128], [250, 236, 170],
+  [26, 28, 70],
+  [38, 66, 130],
+  [42, 112, 152],
+  [58, 154, 148],
+  [120, 190, 130],
+  [196, 216, 128],
+  [250, 236, 170],
 ];
 const RED = [229, 57, 70];
 
@@ -26,8 +32,8 @@ function quantitiesOf(run) {
 }
 
 /** Rows, stretches and values of a quantity; NaN: not measured. */
-function layOut(run, quantity) {
-  const rows = run.ofKind(quantity.kind);
+function layOut(run, quantity, matricesOnly = false) {
+  const rows = run.ofKind(quantity.kind).filter((number) => !matricesOnly || isMatrix(run, number));
   const { bins, first, last, high, bad } = quantity.detail ? { ...run.details, bad: null } : run.history;
   const values = new Float32Array(rows.length * bins);
   const broken = new Uint8Array(rows.length * bins);
@@ -48,6 +54,10 @@ function layOut(run, quantity) {
   return { rows, bins, first, last, values, broken, log: !quantity.detail };
 }
 
+function isMatrix(run, number) {
+  return (run.parameter(run.tensors[number].name)?.shape || []).length > 1;
+}
+
 const ratio = (value, base) => (value === NOT_MEASURED || !(base > 0) ? NOT_MEASURED : value / base);
 
 /** The ends of the colour scale: nearly all values, so that one outlier does not grey the rest. */
@@ -66,7 +76,10 @@ function colourRange(layout) {
 
 function rampColour(share) {
   const place = Math.max(0, Math.min(1, share)) * (RAMP.length - 1);
-  const [from, part] = [Math.min(Math.floor(place), RAMP.length - 2), place - Math.min(Math.floor(place), RAMP.length - 2)];
+  const [from, part] = [
+    Math.min(Math.floor(place), RAMP.length - 2),
+    place - Math.min(Math.floor(place), RAMP.length - 2),
+  ];
   return RAMP[from].map((value, i) => Math.round(value + part * (RAMP[from + 1][i] - value)));
 }
 
@@ -80,22 +93,43 @@ class Heatmap {
     this.axis = h("div", { class: "ticks", "aria-hidden": "true" });
     this.scale = h("div", { class: "scale" });
     this.tip = h("div", { class: "tip", hidden: true });
-    this.box = h("div", { class: "drawing heat" }, this.canvas, this.overlay, this.names, this.axis, this.tip);
+    this.box = h(
+      "div",
+      { class: "drawing heat" },
+      this.canvas,
+      this.overlay,
+      this.names,
+      this.axis,
+      this.tip,
+    );
     const quantities = quantitiesOf(run);
     this.select = h(
       "select",
       { "aria-label": "what the heat map shows", onchange: (event) => this.choose(event.target.value) },
       quantities.map(({ id, label }) => h("option", { value: id }, label)),
     );
+    this.only = h("input", {
+      type: "checkbox",
+      id: "matrices",
+      onchange: (event) => this.filter(event.target.checked),
+    });
+    this.only.checked = state.matricesOnly;
+    this.onlyLabel = h("label", { for: "matrices" }, this.only, "matrices only");
     this.rug = h("p", { class: "hint" });
     this.element = h(
       "div",
       { class: "card" },
-      h("div", { class: "bar" }, this.select, this.scale),
+      h("div", { class: "bar" }, this.select, this.scale, this.onlyLabel),
       this.box,
       this.rug,
     );
-    handlePointer(this.overlay, view, () => this.plane(), (step, y) => this.pick(step, y), (event) => this.point(event));
+    handlePointer(
+      this.overlay,
+      view,
+      () => this.plane(),
+      (step, y) => this.pick(step, y),
+      (event) => this.point(event),
+    );
     const listener = (onlyCursor) => {
       if (!this.element.isConnected) view.listeners.delete(listener);
       else if (onlyCursor) this.drawCursor();
@@ -107,16 +141,28 @@ class Heatmap {
     if (wanted) this.choose(wanted);
   }
 
+  filter(matricesOnly) {
+    this.state.matricesOnly = matricesOnly;
+    this.choose(this.quantity.id);
+  }
+
   choose(id) {
     this.state.quantity = id;
     this.select.value = id;
     this.quantity = QUANTITIES.find((each) => each.id === id);
-    this.layout = layOut(this.run, this.quantity);
+    const all = this.run.ofKind(this.quantity.kind);
+    const matrices = all.filter((number) => isMatrix(this.run, number)).length;
+    this.onlyLabel.hidden = !matrices || matrices === all.length; // nothing to choose from
+    this.layout = layOut(this.run, this.quantity, this.state.matricesOnly && !this.onlyLabel.hidden);
     this.limits = colourRange(this.layout);
     const count = this.layout.rows.length;
     this.rowHeight = Math.max(2, Math.min(18, Math.floor(620 / Math.max(1, count))));
     this.height = Math.max(40, this.rowHeight * count);
-    this.canvas.setAttribute("aria-label", `Heat map of ${this.quantity.label}: ${count} layers in execution order`);
+    this.box.style.height = `${this.height + 30}px`;
+    this.canvas.setAttribute(
+      "aria-label",
+      `Heat map of ${this.quantity.label}: ${count} layers in execution order`,
+    );
     const measured = this.quantity.detail ? this.run.details.bins : this.run.history.bins;
     const thinned = measured < this.run.history.frames;
     fill(
@@ -162,7 +208,8 @@ class Heatmap {
     const colours = new Uint32Array(bins);
     for (let row = 0; row < rows.length; row++) {
       for (let bin = 0; bin < bins; bin++) colours[bin] = this.colourAt(row * bins + bin, values, broken);
-      for (let x = 0, base = row * columns; x < columns; x++) pixels[base + x] = binAt[x] < 0 ? 0 : colours[binAt[x]];
+      for (let x = 0, base = row * columns; x < columns; x++)
+        pixels[base + x] = binAt[x] < 0 ? 0 : colours[binAt[x]];
     }
     this.scratch ??= document.createElement("canvas");
     this.scratch.width = columns;
@@ -193,7 +240,11 @@ class Heatmap {
     fill(
       this.axis,
       labels.map((step) =>
-        place(h("span", { class: "x" }, step.toLocaleString("en")), left + ((step - from) / (to - from || 1)) * width, this.height + 8),
+        place(
+          h("span", { class: "x" }, step.toLocaleString("en")),
+          left + ((step - from) / (to - from || 1)) * width,
+          this.height + 8,
+        ),
       ),
     );
   }
@@ -261,7 +312,10 @@ class Heatmap {
     if (this.tip.hidden) return;
     const { bins, first, last, values, broken } = this.layout;
     const at = cell.row * bins + cell.bin;
-    const steps = first[cell.bin] === last[cell.bin] ? `step ${first[cell.bin]}` : `steps ${first[cell.bin]} to ${last[cell.bin]}`;
+    const steps =
+      first[cell.bin] === last[cell.bin]
+        ? `step ${first[cell.bin]}`
+        : `steps ${first[cell.bin]} to ${last[cell.bin]}`;
     const value = Number.isNaN(values[at]) ? "not measured" : short(values[at]);
     fill(
       this.tip,

@@ -8,90 +8,112 @@ async function ask(path) {
 
 async function openLive(packed) {
   page.live = true;
-  const only = packed.only; // the server was started for one run
-  window.addEventListener("hashchange", () => follow(only));
-  await follow(only);
+  window.addEventListener("hashchange", () => follow(packed.only).catch(showFailure));
+  await follow(packed.only);
 }
 
-/** #run/NAME, #compare/NAME/NAME…, or the list. */
-async function follow(only) {
-  stopFollowing();
-  const [what, ...names] = location.hash.slice(1).split("/").map(decodeURIComponent);
-  renderTabs(only ? [] : [["All runs", () => (location.hash = "")]], -1);
-  if (what === "compare" && names.length > 1) return compareLive(names);
-  if (what === "run" && names.length) return followRun(names[0]);
-  return only ? followRun(only) : listRuns();
-}
+const following = { turn: 0, stream: null, timer: null, chosen: new Set() };
 
-let source = null;
-let timer = null;
-
+/** What was being followed is left; answers that are still on their way to it find another turn. */
 function stopFollowing() {
-  source?.close();
-  clearTimeout(timer);
-  source = null;
+  following.stream?.close();
+  clearTimeout(following.timer);
+  following.stream = null;
+  return ++following.turn;
 }
+
+/** #run/NAME, #compare/NAME/NAME…, or the list of runs; `only` is the one run that a server was started for. */
+async function follow(only) {
+  const [what, ...names] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  if (what && !["run", "compare"].includes(what)) return; // a part of the page
+  const turn = stopFollowing();
+  renderTabs(only || !what ? [] : [["← All runs", () => (location.hash = "")]], -1);
+  if (what === "compare" && names.length > 1) await compareLive(names, turn);
+  else if (what === "run" && names.length) await followRun(names[0], turn);
+  else await (only ? followRun(only, turn) : listRuns(turn));
+}
+
+const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
 /** Show a run, and again each time the server says that it has grown. */
-async function followRun(name) {
+async function followRun(name, turn) {
   const query = `run=${encodeURIComponent(name)}`;
   let shown = false;
   let version = "";
   let loading = Promise.resolve();
+  const show = (run) => {
+    showRun(run, shown);
+    shown = true;
+    clearTimeout(following.timer);
+    // a run that stands still for too long is no longer called live
+    if (isFresh(run)) following.timer = setTimeout(() => show(run), 1000 * (FRESH + 1));
+  };
   const load = async () => {
     const packed = await ask(`data?${query}`);
     if (packed.version === version) return;
     version = packed.version;
-    showRun(await unpackRun(packed), shown);
-    shown = true;
+    const run = await unpackRun(packed);
+    while (document.querySelector(".selection")) await pause(200); // somebody is marking a stretch
+    if (turn === following.turn) show(run);
   };
   await load();
+  if (turn !== following.turn) return;
   const stream = new EventSource(`events?${query}&since=${encodeURIComponent(version)}`);
-  stream.addEventListener("grown", () => (loading = loading.then(load)));
+  stream.addEventListener("grown", () => (loading = loading.then(load).catch(showFailure)));
   stream.addEventListener("ended", () => stream.close());
-  source = stream;
+  following.stream = stream;
 }
 
-async function listRuns() {
+async function listRuns(turn) {
+  const { runs, directory } = await ask("runs");
+  if (turn !== following.turn) return;
   closePanel();
   ui.view = null;
-  const { runs, directory } = await ask("runs");
-  const chosen = new Set([...document.querySelectorAll("main input:checked")].map((box) => box.value));
-  const button = h("button", { class: "primary", onclick: () => (location.hash = `compare/${[...chosen].map(encodeURIComponent).join("/")}`) }, "Compare the chosen");
-  const count = () => (button.disabled = chosen.size < 2);
-  const rows = runs.map((run) => {
-    const box = h("input", { type: "checkbox", value: run.name, "aria-label": `choose ${run.name}`, onchange: (event) => {
-      if (event.target.checked) chosen.add(run.name);
-      else chosen.delete(run.name);
-      count();
-    } });
-    box.checked = chosen.has(run.name);
-    return h(
-      "tr",
-      {},
-      h("td", {}, box),
-      h("th", { scope: "row" }, h("a", { href: `#run/${encodeURIComponent(run.name)}` }, run.name)),
-      h("td", {}, h("span", { class: run.ended ? "chip" : "chip running" }, run.ended ? "ended" : "no end yet")),
-      h("td", {}, run.steps.toLocaleString("en")),
-      h("td", {}, short(run.loss)),
-      h("td", { class: "wide" }, new Date(1000 * run.written).toISOString().replace("T", " ").slice(0, 19)),
-    );
-  });
-  count();
+  const { chosen } = following;
+  const compare = () => (location.hash = `compare/${[...chosen].map(encodeURIComponent).join("/")}`);
+  const button = h("button", { class: "primary", onclick: compare }, "Compare the chosen");
+  const choose = (name, wanted) => {
+    if (wanted) chosen.add(name);
+    else chosen.delete(name);
+    button.disabled = chosen.size < 2;
+  };
+  button.disabled = chosen.size < 2;
+  const heads = ["run", "", "steps", "last loss", ["last written, UTC", "wide"]];
+  const list = table(
+    heads,
+    runs.map((run) => renderListed(run, chosen.has(run.name), choose)),
+  );
+  const empty = missing(
+    "There is no run here yet. gradproof run SCRIPT makes one; this list updates itself.",
+  );
+  const bar = h("div", { class: "bar" }, button, h("span", { class: "hint" }, directory));
   fill(
     document.querySelector("main"),
-    section("list", "Runs", rows.length
-      ? h("div", { class: "card" }, h("div", { class: "bar" }, button, h("span", { class: "hint" }, directory)), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "run", "", "steps", "last loss", "last written, UTC"].map((each, i) => h("th", { class: i === 5 && "wide" }, each)))), h("tbody", {}, rows))))
-      : missing("There is no run here yet. gradproof run SCRIPT makes one; this list updates itself.")),
+    section("list", "Runs", runs.length ? card(bar, h("div", { class: "scroll" }, list)) : empty),
   );
   fill(document.getElementById("about"), h("b", {}, plural(runs.length, "run")));
   fill(document.getElementById("parts"));
-  timer = setTimeout(listRuns, 3000);
+  following.timer = setTimeout(() => listRuns(turn).catch(showFailure), 3000);
 }
 
-async function compareLive(names) {
+function renderListed(run, isChosen, choose) {
+  const box = h("input", {
+    type: "checkbox",
+    "aria-label": `choose ${run.name}`,
+    onchange: (event) => choose(run.name, event.target.checked),
+  });
+  box.checked = isChosen;
+  const state = h("span", { class: run.ended ? "chip" : "chip running" }, run.ended ? "ended" : "no end yet");
+  const written = new Date(1000 * run.written).toISOString().replace("T", " ").slice(0, 19);
+  const link = h("a", { href: `#run/${encodeURIComponent(run.name)}` }, run.name);
+  const cells = [state, run.steps.toLocaleString("en"), short(run.loss), h("td", { class: "wide" }, written)];
+  return row([box, " ", link], cells);
+}
+
+async function compareLive(names, turn) {
   const packed = await ask(`compare?${names.map((name) => `run=${encodeURIComponent(name)}`).join("&")}`);
   const runs = await Promise.all(packed.runs.map(unpackRun));
+  if (turn !== following.turn) return;
   page.open = (place) => (location.hash = `run/${encodeURIComponent(names[place])}`);
   showComparison(runs, packed.comparison);
 }

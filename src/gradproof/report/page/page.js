@@ -14,7 +14,8 @@ const PARTS = [
 
 const ui = {
   view: null, // the shared View of the plots on screen
-  quantity: "gradient",
+  quantity: "gradient", // of the heat map
+  matricesOnly: false,
   picked: null, // {number, step}
   table: { search: "", kind: "gradient", sort: { id: "", down: false } },
 };
@@ -33,8 +34,8 @@ function showRun(run, again) {
     ui.picked = null;
   }
   const pick = (number, step) => openPanel(run, number, step);
-  const focus = again && document.activeElement?.id === "search" ? document.activeElement.selectionStart : null;
-  const opened = again ? openDetails() : null;
+  const focus =
+    again && document.activeElement?.id === "search" ? document.activeElement.selectionStart : null;
   ui.run = run;
   const heat = quantitiesOf(run).length ? new Heatmap(run, ui.view, ui, pick) : null;
   ui.heat = heat;
@@ -46,13 +47,18 @@ function showRun(run, again) {
     section("curves", "Curves", renderCurves(run, ui.view)),
     section("heatmap", "Step × layer", heat ? heat.element : missing(never)),
     section("tensors", "Tensors", table ? table.element : missing(never)),
-    section("model", "Model", run.tensors.length || (run.facts.info.parameters || []).length ? h("div", { class: "card" }, renderTree(run, pick)) : missing("No module or parameter is known by name.")),
+    section(
+      "model",
+      "Model",
+      run.tensors.length || (run.facts.info.parameters || []).length
+        ? h("div", { class: "card" }, renderTree(run, pick))
+        : missing("No module or parameter is known by name."),
+    ),
     section("optimizer", "Optimizer", renderOptimizer(run, pick)),
     section("tape", "Tape", renderTape(run)),
     section("data", "Data", renderData(run)),
     section("environment", "Environment", renderEnvironment(run)),
   );
-  if (opened) reopenDetails(opened);
   if (focus !== null) {
     const search = document.getElementById("search");
     search.focus();
@@ -64,31 +70,33 @@ function showRun(run, again) {
 
 const FRESH = 60; // seconds since the last row within which a run without an end is taken to be alive
 
-function openDetails() {
-  return [...document.querySelectorAll("main details")].map((each) => each.open);
-}
-
-function reopenDetails(opened) {
-  const now = [...document.querySelectorAll("main details")];
-  if (now.length === opened.length) now.forEach((each, place) => (each.open = opened[place]));
-}
+const sinceWritten = ({ facts }) => (facts.status.written ? Date.now() / 1000 - facts.status.written : NaN);
+const isFresh = (run) => page.live && !run.facts.status.ended && sinceWritten(run) < FRESH;
 
 /** What a reader must know before anything else: an end that was not recorded, rows that could not be read. */
 function renderNotes(run) {
   const { status, notes } = run.facts;
   const lines = [...notes];
   if (status.failure) lines.push(`Watching ended early: ${status.failure}`);
-  const ago = status.written ? Date.now() / 1000 - status.written : NaN;
-  if (!status.ended && !(page.live && ago < FRESH)) {
+  const ago = sinceWritten(run);
+  if (!status.ended && !isFresh(run)) {
     const written = Number.isFinite(ago) && ago >= 0 ? `; the last row was written ${duration(ago)} ago` : "";
     lines.unshift(`No end was recorded: it is still running, or its process was killed${written}.`);
   }
-  return lines.length ? h("div", { class: "notice", role: "note" }, lines.map((line) => h("p", {}, line))) : null;
+  const paragraphs = lines.map((line) => h("p", {}, line));
+  return lines.length ? h("div", { class: "notice", role: "note" }, paragraphs) : null;
 }
 
 function openPanel(run, number, step) {
   ui.picked = { number, step: step ?? run.last.steps[number] };
-  const panel = renderTensor(run, ui.view, number, ui.picked.step, (other, at) => openPanel(run, other, at), closePanel);
+  const panel = renderTensor(
+    run,
+    ui.view,
+    number,
+    ui.picked.step,
+    (other, at) => openPanel(run, other, at),
+    closePanel,
+  );
   fill(document.getElementById("panel"), panel);
   document.body.classList.add("with-panel");
   if (ui.heat) ui.heat.drawCursor();
@@ -103,15 +111,28 @@ function closePanel() {
 
 function renderHeader(run) {
   const { status, steps } = run.facts;
-  const state = status.ended ? (status.exit_code ? `ended with ${status.exit_code}` : "ended") : page.live ? "live" : "no end recorded";
+  const state = status.ended
+    ? status.exit_code
+      ? `ended with ${status.exit_code}`
+      : "ended"
+    : isFresh(run)
+      ? "live"
+      : "no end recorded";
   fill(
     document.getElementById("about"),
     h("b", {}, run.name),
     h("span", { class: `chip ${state === "live" ? "running" : ""}` }, state),
-    h("span", { class: "hint" }, [plural(steps, "step"), duration(status.seconds)].filter(Boolean).join(" · ")),
+    h(
+      "span",
+      { class: "hint" },
+      [plural(steps, "step"), duration(status.seconds)].filter(Boolean).join(" · "),
+    ),
   );
   document.title = `${visible(run.name)} · gradproof`;
-  fill(document.getElementById("parts"), PARTS.map(([id, label]) => h("a", { href: `#${id}`, onclick: (event) => jump(event, id) }, label)));
+  fill(
+    document.getElementById("parts"),
+    PARTS.map(([id, label]) => h("a", { href: `#${id}`, onclick: (event) => jump(event, id) }, label)),
+  );
 }
 
 function jump(event, id) {
@@ -127,7 +148,11 @@ function showComparison(runs, comparison) {
   const { view, nodes } = renderComparison(runs, comparison, (run, place) => page.open(place, run));
   ui.view = view;
   fill(document.querySelector("main"), nodes);
-  fill(document.getElementById("about"), h("b", {}, plural(runs.length, "run")), h("span", { class: "hint" }, "compared with the first"));
+  fill(
+    document.getElementById("about"),
+    h("b", {}, plural(runs.length, "run")),
+    h("span", { class: "hint" }, "compared with the first"),
+  );
   fill(document.getElementById("parts"));
   document.title = "comparison · gradproof";
 }
@@ -136,7 +161,9 @@ function showComparison(runs, comparison) {
 function renderTabs(entries, current) {
   fill(
     document.getElementById("runs"),
-    entries.map(([label, open], place) => h("button", { class: place === current ? "tab on" : "tab", onclick: open }, label)),
+    entries.map(([label, open], place) =>
+      h("button", { class: place === current ? "tab on" : "tab", onclick: open }, label),
+    ),
   );
 }
 
@@ -205,7 +232,9 @@ function handleKey(event) {
 
 function switchTheme() {
   const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = root.dataset.theme
+    ? root.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   try {
     localStorage.setItem("gradproof-theme", root.dataset.theme);
@@ -239,7 +268,13 @@ async function start() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   document.getElementById("theme").addEventListener("click", switchTheme);
   document.getElementById("ask").addEventListener("click", () => document.getElementById("help").showModal());
-  fill(document.getElementById("keys"), KEYS.map(([keys, what]) => h("div", {}, h("dt", {}, keys), h("dd", {}, what))));
+  fill(
+    document.getElementById("keys"),
+    KEYS.map(([keys, what]) => h("div", {}, h("dt", {}, keys), h("dd", {}, what))),
+  );
+  const header = document.querySelector("header");
+  const leaveRoom = () => (document.documentElement.style.scrollPaddingTop = `${header.offsetHeight + 20}px`);
+  new ResizeObserver(leaveRoom).observe(header); // a part that is jumped to must not hide below it
   const packed = JSON.parse(document.getElementById("data").textContent);
   try {
     await (packed.live ? openLive(packed) : openFile(packed));
@@ -247,9 +282,14 @@ async function start() {
     ready.interactive = performance.now();
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
-    fill(document.querySelector("main"), h("p", { class: "notice" }, `The page could not be built: ${error.message}`));
-    throw error;
+    showFailure(error);
   }
+}
+
+function showFailure(error) {
+  const notice = h("p", { class: "notice" }, `The page could not be built: ${error.message}`);
+  document.querySelector("main").prepend(notice);
+  console.error(error);
 }
 
 start();

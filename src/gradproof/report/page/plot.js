@@ -1,57 +1,4 @@
-// Curves over steps. All plots of a page share one view: zoom, pan and the cursor are the same in all of them.
-// Lines are drawn on a canvas; every word and number is text.
-
-/** The stretch of steps that is shown, and the step the pointer is at. */
-class View {
-  constructor(range) {
-    this.listeners = new Set();
-    this.full = range;
-    this.range = range;
-    this.cursor = null;
-  }
-
-  /** A longer run: who looks at the whole goes on looking at the whole. */
-  extend(range) {
-    const whole = this.isWhole();
-    this.full = range;
-    this.zoomTo(...(whole ? range : this.range));
-  }
-
-  isWhole() {
-    return this.range[0] <= this.full[0] && this.range[1] >= this.full[1];
-  }
-
-  zoomTo(from, to) {
-    const [first, last] = this.full;
-    const width = Math.min(Math.max(to - from, 1), Math.max(last - first, 1));
-    const start = Math.max(first, Math.min(from, last - width));
-    this.range = [start, start + width];
-    this.tell();
-  }
-
-  zoomBy(factor, at = (this.range[0] + this.range[1]) / 2) {
-    const [from, to] = this.range;
-    this.zoomTo(at - (at - from) * factor, at + (to - at) * factor);
-  }
-
-  panBy(share) {
-    const move = share * (this.range[1] - this.range[0]);
-    this.zoomTo(this.range[0] + move, this.range[1] + move);
-  }
-
-  reset() {
-    this.zoomTo(...this.full);
-  }
-
-  pointAt(step) {
-    this.cursor = step;
-    this.tell(true);
-  }
-
-  tell(onlyCursor = false) {
-    for (const listener of this.listeners) listener(onlyCursor);
-  }
-}
+// Curves over steps. Lines are drawn on a canvas; every word and number is text.
 
 /** Round numbers for an axis. */
 function ticks(from, to, most) {
@@ -60,16 +7,18 @@ function ticks(from, to, most) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw * 0.999);
   const found = [];
-  for (let place = Math.ceil(from / size - 1e-9); place * size <= to + size * 1e-9; place++) found.push(place * size + 0); // not −0
+  for (let place = Math.ceil(from / size - 1e-9); place * size <= to + size * 1e-9; place++)
+    found.push(place * size + 0); // not −0
   return found;
 }
 
 function logTicks(from, to, most) {
-  const powers = ticks(Math.log10(from), Math.log10(to), most).filter((each) => Number.isInteger(each));
-  if (powers.length > 2) return powers.map((each) => 10 ** each);
+  const [low, high] = [Math.log10(from), Math.log10(to)];
+  const every = high - low > 2.2 ? Math.ceil((high - low) / most) : 0;
   const found = [];
-  for (let power = Math.floor(Math.log10(from)); 10 ** power <= to; power++) {
-    for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
+  for (let power = Math.floor(low); power <= high; power++) {
+    if (every && power % every) continue;
+    for (const digit of every ? [1] : [1, 2, 5]) found.push(digit * 10 ** power);
   }
   const inside = found.filter((each) => each >= from && each <= to);
   return inside.length > 1 ? inside : ticks(from, to, most).filter((each) => each > 0);
@@ -78,18 +27,28 @@ function logTicks(from, to, most) {
 const MARGIN = { left: 58, right: 12, top: 10, bottom: 22 };
 
 class Plot {
-  /** lines: [{label, steps, values, color, width, alpha, dash}]; options: {title, log, zeroToOne, marks, hint, height}. */
+  /** lines: [{label, steps, values, color, width, alpha, dash, points, pointsOnly}]; options: {title, log, zeroToOne, marks, hint, height}. */
   constructor(view, lines, options) {
     this.view = view;
     this.lines = lines;
     this.options = { height: 170, marks: [], ...options };
-    this.log = Boolean(this.options.log);
+    this.log = this.options.log === "auto" ? spansDecades(lines) : Boolean(this.options.log);
     this.canvas = h("canvas", { role: "img", "aria-label": this.summary() });
     this.overlay = h("canvas", { class: "overlay", "aria-hidden": "true" });
     this.labels = h("div", { class: "ticks", "aria-hidden": "true" });
     this.legend = h("div", { class: "legend" });
-    this.logButton = h("button", { class: "chip", title: "logarithmic scale", "aria-pressed": String(this.log), onclick: () => this.toggleLog() }, "log");
+    this.logButton = h(
+      "button",
+      {
+        class: "chip",
+        title: "logarithmic scale",
+        "aria-pressed": String(this.log),
+        onclick: () => this.toggleLog(),
+      },
+      "log",
+    );
     this.box = h("div", { class: "drawing" }, this.canvas, this.overlay, this.labels);
+    this.box.style.height = `${this.options.height}px`; // before it is drawn: what stands below must not jump
     this.element = h(
       "figure",
       { class: "plot card", "data-plot": this.options.title },
@@ -213,7 +172,7 @@ class Plot {
     const long = longGap(steps);
     const gaps = new Path2D();
     let [open, drawn] = [false, 0];
-    const bad = [];
+    const [bad, lonely] = [[], []];
     for (let i = start; i < steps.length; i++) {
       const value = values[i];
       if (!Number.isFinite(value) || (this.log && value <= 0)) {
@@ -223,6 +182,7 @@ class Plot {
         const [x, y] = [this.x(steps[i]), this.y(value)];
         const far = open && steps[i] - steps[i - 1] > long;
         if (far) {
+          lonely.push([x, y], [this.x(steps[i - 1]), this.y(values[i - 1])]);
           gaps.moveTo(this.x(steps[i - 1]), this.y(values[i - 1]));
           gaps.lineTo(x, y);
         }
@@ -234,13 +194,17 @@ class Plot {
       }
       if (steps[i] > to) break;
     }
-    context.stroke();
-    context.setLineDash([2, 4]); // nothing was measured there
-    context.globalAlpha = 0.5 * (line.alpha ?? 1);
-    context.stroke(gaps);
+    if (!line.pointsOnly) {
+      context.stroke();
+      context.setLineDash([2, 4]); // nothing was measured there
+      context.globalAlpha = 0.5 * (line.alpha ?? 1);
+      context.stroke(gaps);
+    }
     context.setLineDash([]);
     context.globalAlpha = 1;
-    if (drawn === 1 || line.points) this.drawPoints(context, line, start, to);
+    if (drawn === 1 || line.points || line.pointsOnly) this.drawPoints(context, line, start, to);
+    context.fillStyle = color(line.color);
+    for (const [x, y] of lonely) context.fillRect(x - 1.5, y - 1.5, 3, 3);
     context.fillStyle = color("bad");
     for (const i of bad) context.fillRect(this.x(steps[i]) - 1, top, 2, 7); // NaN and Inf: a red tick at the top
   }
@@ -304,6 +268,19 @@ class Plot {
   }
 }
 
+/** Whether values are all above zero and so far apart that a linear scale would show only the largest. */
+function spansDecades(lines) {
+  let [low, high] = [Infinity, 0];
+  for (const { values } of lines) {
+    for (const value of values) {
+      if (value <= 0) return false;
+      if (value < low) low = value;
+      if (value > high && Number.isFinite(value)) high = value;
+    }
+  }
+  return high > 20 * low;
+}
+
 /** Steps between two points that are too many for a line to be drawn through: ten times the usual. */
 function longGap(steps) {
   if (steps.length < 3) return Infinity;
@@ -312,7 +289,9 @@ function longGap(steps) {
 }
 
 function tickText(value, asPercent) {
-  return asPercent ? `${Math.round(100 * value)} %` : short(Number(value.toPrecision(6)));
+  return asPercent
+    ? `${Math.round(100 * value)} %`
+    : short(Number(value.toPrecision(6))).replace(/\.?0+e/, "e");
 }
 
 /** Put a label at a place of its plot. */
@@ -320,89 +299,4 @@ function place(element, x, y) {
   if (x !== null) element.style.left = `${x}px`;
   element.style.top = `${y}px`;
   return element;
-}
-
-/** Drag to zoom, shift-drag to pan, ctrl-wheel or pinch to zoom, double click for everything; `onClick(step, y)`. */
-function handlePointer(canvas, view, plane, onClick = null, onMove = null) {
-  const touches = new Map();
-  let drag = null;
-  const stepAt = (x) => {
-    const { left, width } = plane();
-    const [from, to] = view.range;
-    return from + ((x - left) / width) * (to - from);
-  };
-  const clamp = (step) => Math.max(view.range[0], Math.min(view.range[1], step));
-  canvas.addEventListener("pointerdown", (event) => {
-    touches.set(event.pointerId, event.offsetX);
-    canvas.setPointerCapture(event.pointerId);
-    drag = { x: event.offsetX, y: event.offsetY, range: view.range, pan: event.shiftKey || event.pointerType === "touch" };
-    if (touches.size === 2) drag = { pinch: [...touches.values()], range: view.range };
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    if (touches.has(event.pointerId)) touches.set(event.pointerId, event.offsetX);
-    const [from, to] = drag ? drag.range : view.range;
-    const perPixel = (to - from) / plane().width;
-    if (drag && drag.pinch && touches.size === 2) {
-      const now = [...touches.values()];
-      const factor = Math.abs(drag.pinch[0] - drag.pinch[1]) / Math.max(10, Math.abs(now[0] - now[1]));
-      const middle = from + ((drag.pinch[0] + drag.pinch[1]) / 2 - plane().left) * perPixel;
-      view.zoomTo(middle - (middle - from) * factor, middle + (to - middle) * factor);
-    } else if (drag && drag.pan && Math.abs(event.offsetX - drag.x) > 3) {
-      const move = (drag.x - event.offsetX) * perPixel;
-      drag.moved = true;
-      view.zoomTo(from + move, to + move);
-    } else {
-      showSelection(canvas, drag && !drag.pan && Math.abs(event.offsetX - drag.x) > 4 ? [drag.x, event.offsetX] : null);
-      view.pointAt(clamp(Math.round(stepAt(event.offsetX))));
-      if (onMove) onMove(event);
-    }
-  });
-  canvas.addEventListener("pointerup", (event) => {
-    touches.delete(event.pointerId);
-    showSelection(canvas, null);
-    const was = drag;
-    drag = null;
-    if (!was || was.pinch || was.moved) return;
-    if (Math.abs(event.offsetX - was.x) > 4 && !was.pan) {
-      const [from, to] = [stepAt(was.x), stepAt(event.offsetX)].sort((a, b) => a - b);
-      view.zoomTo(clamp(from), clamp(to));
-    } else if (onClick) onClick(clamp(Math.round(stepAt(event.offsetX))), event.offsetY);
-  });
-  canvas.addEventListener("pointercancel", (event) => {
-    touches.delete(event.pointerId);
-    drag = null;
-  });
-  canvas.addEventListener("pointerleave", (event) => {
-    if (event.pointerType === "mouse" && !drag) view.pointAt(null);
-    if (onMove) onMove(null);
-  });
-  canvas.addEventListener("dblclick", () => view.reset());
-  canvas.addEventListener(
-    "wheel",
-    (event) => {
-      if (event.ctrlKey || event.metaKey) {
-        event.preventDefault();
-        view.zoomBy(Math.exp(event.deltaY / 300), stepAt(event.offsetX));
-      } else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        event.preventDefault();
-        view.panBy(event.deltaX / plane().width);
-      }
-    },
-    { passive: false },
-  );
-}
-
-/** The stretch that a drag has marked so far. */
-function showSelection(canvas, edges) {
-  let shade = canvas.parentElement.querySelector(".selection");
-  if (!edges) {
-    if (shade) shade.remove();
-    return;
-  }
-  if (!shade) {
-    shade = h("div", { class: "selection" });
-    canvas.parentElement.append(shade);
-  }
-  shade.style.left = `${Math.min(...edges)}px`;
-  shade.style.width = `${Math.abs(edges[0] - edges[1])}px`;
 }

@@ -39,7 +39,11 @@ function growTree(run) {
     const parts = name.split(".");
     parts.forEach((part, depth) => {
       if (!node.children.has(part)) {
-        node.children.set(part, { label: part, name: parts.slice(0, depth + 1).join("."), children: new Map() });
+        node.children.set(part, {
+          label: part,
+          name: parts.slice(0, depth + 1).join("."),
+          children: new Map(),
+        });
       }
       node = node.children.get(part);
     });
@@ -56,30 +60,54 @@ function renderTree(run, onPick) {
     node.own = health.get(node.name) || [];
     node.worst = Math.max(0, ...node.own.map(([level]) => GRAVITY[level]));
     node.entries = entriesOf(run, node);
+    node.below = new Map(); // what is said about parts: [level, words] -> how often
     for (const child of node.children.values()) {
       judge(child);
       node.worst = Math.max(node.worst, child.worst);
       node.entries += child.entries;
+      for (const [level, words] of child.own) count(node.below, `${level} ${words}`, 1);
+      for (const [said, times] of child.below) count(node.below, said, times);
     }
   };
   judge(root);
 
   const render = (node, depth) => {
     const level = Object.keys(GRAVITY).find((each) => GRAVITY[each] === node.worst);
-    const number = ["gradient", "output", "weight"].map((kind) => run.number(kind, node.name)).find((each) => each !== undefined);
+    const number = ["gradient", "output", "weight"]
+      .map((kind) => run.number(kind, node.name))
+      .find((each) => each !== undefined);
     const label = [
       h("i", { class: `dot ${level}`, title: level }),
-      number === undefined ? h("span", {}, node.label) : h("button", { class: "name", onclick: () => onPick(number, null) }, node.label),
+      number === undefined
+        ? h("span", {}, node.label)
+        : h("button", { class: "name", onclick: () => onPick(number, null) }, node.label),
       modules.has(node.name) && h("small", {}, modules.get(node.name)),
       node.entries > 0 && h("small", {}, readable(node.entries)),
       node.own.map(([each, words]) => h("span", { class: `words ${each}` }, words)),
+      [...node.below].map(([said, times]) => {
+        const [each, words] = [said.slice(0, said.indexOf(" ")), said.slice(said.indexOf(" ") + 1)];
+        return h("span", { class: `words below ${each}` }, times > 1 ? `${times} × ${words}` : words);
+      }),
     ];
     if (!node.children.size) return h("li", {}, h("div", { class: "leaf" }, label));
-    const children = [...node.children.values()].map((child) => render(child, depth + 1));
-    const open = depth < 1 || (node.worst >= GRAVITY.warning && depth < 3);
-    return h("li", {}, h("details", { open }, h("summary", {}, label), h("ul", {}, children)));
+    const open = node.worst === GRAVITY.problem || (depth < 1 && root.children.size < 3);
+    const children = () =>
+      h(
+        "ul",
+        {},
+        [...node.children.values()].map((child) => render(child, depth + 1)),
+      );
+    return h("li", {}, foldable(`module ${node.name}`, open, {}, h("summary", {}, label), children));
   };
-  return h("ul", { class: "tree" }, [...root.children.values()].map((child) => render(child, 0)));
+  return h(
+    "ul",
+    { class: "tree" },
+    [...root.children.values()].map((child) => render(child, 0)),
+  );
+}
+
+function count(counts, said, times) {
+  counts.set(said, (counts.get(said) || 0) + times);
 }
 
 function entriesOf(run, node) {
@@ -89,6 +117,7 @@ function entriesOf(run, node) {
 
 /** 1,234,567 parameters as 1.23M. */
 function readable(count) {
-  const [divisor, letter] = count >= 1e9 ? [1e9, "B"] : count >= 1e6 ? [1e6, "M"] : count >= 1e4 ? [1e3, "k"] : [1, ""];
+  const [divisor, letter] =
+    count >= 1e9 ? [1e9, "B"] : count >= 1e6 ? [1e6, "M"] : count >= 1e4 ? [1e3, "k"] : [1, ""];
   return `${Number((count / divisor).toPrecision(3))}${letter}`;
 }
