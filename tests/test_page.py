@@ -546,6 +546,20 @@ def test_report_says_what_it_cannot_do(tmp_path, capsys):
     assert "choose another place with -o" in capsys.readouterr().err
 
 
+def test_a_run_ends_with_its_page_or_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    from gradproof.commands import viewing
+    from gradproof.diagnosis.ranking import diagnose
+
+    run = write_run(tmp_path / "run", steps=3)
+    assert viewing.offer_page(diagnose(run)) == f"page: {run}/report.html" and (run / "report.html").exists()
+    (run / "report.html").unlink()
+    monkeypatch.setattr(viewing, "SMALL", 10)
+    assert viewing.offer_page(diagnose(run)) == f"page: gradproof report {run}"
+    monkeypatch.setattr(viewing, "SMALL", 10**9)
+    (run / "report.html").mkdir()
+    assert "could not be written" in viewing.offer_page(diagnose(run))
+
+
 def test_columns_compress_what_they_hold():
     columns = Columns()
     columns.add(np.arange(100_000), "d4")
