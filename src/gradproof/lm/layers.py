@@ -77,20 +77,11 @@ def layernorm_forward(
 ) -> None:
     """xhat and rstd are kept for the backward; scratch holds a block of rows."""
     for rows in row_blocks(x):
-        unit = xhat[rows] if xhat.dtype == x.dtype else scratch[: x[rows].numel()].view_as(x[rows])
-        # xhat = (x - mean) * rstd with rstd = 1 / sqrt(variance + eps): one fused pass instead of five
-        torch.ops.aten.native_layer_norm.out(
-            x[rows],
-            x.shape[1:],
-            None,
-            None,
-            NORM_EPS,
-            out0=unit,
-            out1=torch.empty_like(rstd[rows]),
-            out2=rstd[rows],
-        )
-        if unit.dtype != xhat.dtype:
-            xhat[rows] = unit
+        centred = scratch[: x[rows].numel()].view_as(x[rows])
+        torch.sub(x[rows], x[rows].mean(1, keepdim=True), out=centred)
+        norm = torch.linalg.vector_norm(centred, dim=1, keepdim=True)
+        torch.rsqrt(norm.square_().div_(x.shape[1]).add_(NORM_EPS), out=rstd[rows])
+        torch.mul(centred, rstd[rows], out=xhat[rows])
         layernorm_output(xhat[rows], weight, bias, out[rows])
 
 
