@@ -72,3 +72,19 @@ class Micro(nn.Module):
 @pytest.mark.parametrize("model", [Stack(1.0), Recurrent(1.0), Micro()])
 def test_signals_that_keep_their_size_are_silent(model):
     assert not verdicts(model)
+
+
+def test_a_validation_before_the_step_is_not_taken_for_it():
+    torch.manual_seed(0)
+    model = Stack(4.0, activation=torch.relu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    x = torch.randn(16, 8)
+    train = plain_step(model, optimizer, lambda: model(x).mean())
+
+    def step():
+        with torch.no_grad():
+            model(x)
+        return train()
+
+    (found,) = examine(where_does_the_signal_go, model, optimizer, step, steps=1)
+    assert "its gradient from" in found.evidence[0]
