@@ -174,6 +174,23 @@ def test_models_can_be_copied_and_saved_while_they_are_listened_to(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_loop_that_is_only_watched(in_place, tmp_path):
+    torch.manual_seed(0)
+    model = Tanh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if in_place:
+        model.compile(backend=wrong_code(torch.log))
+    else:
+        model = torch.compile(model, backend=wrong_code(torch.log))
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    assert diagnose(tmp_path / "run").causes[0].id == "forward-nonfinite/born-in-the-compiler"
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_a_function_that_is_compiled_whole_may_call_the_model(tmp_path):
     def training():
         torch.manual_seed(0)

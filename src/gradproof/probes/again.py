@@ -90,17 +90,17 @@ class Calls:
         self._ended = True
 
     def something_compiled(self, made: Any) -> None:
-        """A module, or a function, or None for a module that was compiled in place: what is called may change."""
+        """A module or a function, or None where a module was compiled in place: what is called may be another now."""
         self.detach()
         self.kept.clear()
         self._compiler = True
         inner = getattr(made, "_orig_mod", None)
         if isinstance(inner, nn.Module):
             self._outer[id(inner)] = made
-        elif (
-            made is not None
-        ):  # a function may call the model: each time listening began or ended, it would recompile
-            self.steady = False
+        elif made is not None and not isinstance(made, nn.Module):
+            self.steady = (
+                False  # a function may call the model: whenever listening began or ended, it would recompile
+            )
 
     def _called(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._making or not torch.is_grad_enabled() or recomputing() or _transformed():

@@ -286,9 +286,8 @@ class Session:
             step.measure_norms(gradients)
         if self._nonfinite_step == self.step:  # no weight has seen it: go on looking for the one that matters
             self._nonfinite_step = None
-        if self.taping is not None and not math.isfinite(
-            step.row.get("loss", 0.0)
-        ):  # no loss scale makes that
+        loss = step.row.get("loss", 0.0)
+        if self.taping is not None and not math.isfinite(loss):  # no loss scale makes that
             self._afterwards.append(functools.partial(self.taping.before_update, self._calls, True))
         step.order.append("x")
         step.row["skipped"] = 1
