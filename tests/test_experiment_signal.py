@@ -101,3 +101,19 @@ class TwoWeights(nn.Module):
 @pytest.mark.parametrize("gain", [3.0, 0.2])
 def test_of_a_recurrence_the_weight_that_comes_back_is_named(gain):
     assert verdicts(TwoWeights(gain))[0].where == "cell.wh"
+
+
+def test_a_validation_before_the_step_is_not_taken_for_it():
+    torch.manual_seed(0)
+    model = Stack(4.0, activation=torch.relu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    x = torch.randn(16, 8)
+    train = plain_step(model, optimizer, lambda: model(x).mean())
+
+    def step():
+        with torch.no_grad():
+            model(x)
+        return train()
+
+    (found,) = examine(where_does_the_signal_go, model, optimizer, step, steps=1)
+    assert "its gradient from" in found.evidence[0]
