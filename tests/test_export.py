@@ -183,6 +183,8 @@ def read_wandb(file):
             place += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
+        if place + 7 + length > len(data):  # still being written
+            break
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # a whole record, or the last piece of one
