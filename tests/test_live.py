@@ -106,6 +106,13 @@ def test_runs_are_listed_chosen_and_compared(browser, serve, tmp_path):
     tab.page.close()
 
 
+def test_a_page_behind_a_token_opens_with_it(browser, serve, tmp_path):
+    write_run(tmp_path / "run", steps=3)
+    tab = Tab(browser, serve(tmp_path / "run", token="auto").url)
+    assert "3 steps" in tab.text("header") and "token" not in tab.page.url and tab.errors == []
+    tab.page.close()
+
+
 # who may ask for what ------------------------------------------------------------------------------------------
 
 

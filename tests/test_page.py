@@ -198,6 +198,44 @@ def test_the_numbers_on_the_page_are_the_run_s(browser, healthy):
     assert exact == pytest.approx(float(table.values[-1, table.names.index("head.weight")]), rel=1e-6)
 
 
+def test_spikes_events_and_the_clip_rate_are_on_the_curves(browser, tmp_path):
+    maker = RunMaker(tmp_path / "run")
+    for step in range(60):
+        maker.step(
+            step,
+            loss=9.0 if step == 40 else 1.0 + 0.01 * (step % 3),
+            norm_before_clip=1.2 if step < 30 else 0.5,
+        )
+    maker.writer.write_event("first_nonfinite", step=50)
+    maker.writer.write_event("log", step=7, accuracy=0.25)
+    tab = open_tab(browser, report(maker.end()))
+    assert "1 spike" in tab.text("[data-plot='Loss'] .legend")
+    assert tab.ask("ui.run.facts.marks") == [
+        {"step": 50, "level": "problem", "text": "first non-finite value"}
+    ]
+    rates = tab.ask("Array.from(ui.run.curvesOf('clip_rate')[0].values)")
+    assert rates[0] == 1 and rates[-1] == 0 and 0 < rates[30] < 1
+    assert "0.25" in tab.text("[data-plot='accuracy']") and tab.errors == []
+
+
+def test_two_optimizers_are_two_curves(browser, tmp_path):
+    maker = RunMaker(tmp_path / "run", optimizers=[{"name": "opt_d"}, {"name": "opt_g"}])
+    for step in range(40):
+        maker.step(step, optimizer=step % 2, loss=1.0 + step % 2)
+    tab = open_tab(browser, report(maker.end()))
+    legend = tab.text("[data-plot='Loss'] .legend")
+    assert "opt_d: loss" in legend and "opt_g: loss" in legend
+    losses = tab.ask("ui.run.curvesOf('loss').map((curve) => [...new Set(curve.values)])")
+    assert losses == [[1], [2]] and tab.errors == []
+
+
+def test_quantities_that_were_not_recorded_are_not_offered(browser, healthy):
+    tab = open_tab(browser, healthy)
+    offered = tab.page.locator("#heatmap option").all_inner_texts()
+    assert "gradient norm" in offered and "update / weight" in offered and "share of dead units" in offered
+    assert "cosine of successive gradients" not in offered
+
+
 def drag(tab, selector, start, end):
     tab.page.locator(selector).scroll_into_view_if_needed()
     box = tab.page.locator(selector).bounding_box()

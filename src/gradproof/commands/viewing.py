@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import TYPE_CHECKING
 from gradproof.errors import UserError
 
 if TYPE_CHECKING:
+    import subprocess
+
     from gradproof.diagnosis.findings import Diagnosis
     from gradproof.report.live import LiveServer
 
@@ -96,6 +96,8 @@ def add_live(commands: argparse._SubParsersAction) -> None:
 
 
 def live(args: argparse.Namespace) -> int:
+    import threading
+
     from gradproof.report.live import LiveServer, Runs
 
     server = LiveServer(Runs(args.path), args.host, args.port, args.token)
@@ -135,6 +137,8 @@ class LivePage:
         self.url = ""
 
     def open(self, path: Path) -> None:
+        import subprocess
+
         command = [sys.executable, "-m", "gradproof", "live", str(path), "--port", "0", "--until-stdin-ends"]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if hasattr(os, "setpriority"):
@@ -157,6 +161,8 @@ class LivePage:
             print(file=sys.stderr)
 
     def close(self) -> None:
+        import subprocess
+
         if self._server is None:
             return
         assert self._server.stdin is not None and self._server.stdout is not None

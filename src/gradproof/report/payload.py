@@ -79,7 +79,6 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
         "steps": len(run),
         "status": describe_status(run),
         "diagnosis": diagnosis.as_data(),
-        "notes": [*run.notes, *find_repeated_steps(run)],
         "trials": [vars(trial_of_event(e)) for e in run.events if e.get("event") == "trial"],
         "curves": [
             *(curve for track in found for curve in curves_of_track(run, track, columns, share)),
@@ -96,6 +95,7 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
         "verdicts": last_verdicts(run),
         "shadow": next((e for e in reversed(run.events) if e.get("event") == "shadow"), None),
         "alignment": find_alignment(run),
+        "notes": [*run.notes, *find_repeated_steps(run)],  # after all has been read
         "info": {key: value for key, value in run.info.items() if key not in ("tensors", "statistics")},
     }
 

@@ -109,6 +109,13 @@ class RunData {
     return values[(names.indexOf(name) * this.tensors.length + number) * bins + bin];
   }
 
+  hasDetail(name, number) {
+    for (let bin = 0; bin < this.details.bins; bin++) {
+      if (!Number.isNaN(this.detail(name, number, bin))) return true;
+    }
+    return false;
+  }
+
   /** Whether a tensor ever held something that is not finite: BAD_NAN, BAD_INF or both. */
   badness(number) {
     let found = 0;

@@ -28,7 +28,11 @@ const QUANTITIES = [
 ];
 
 function quantitiesOf(run) {
-  return QUANTITIES.filter(({ kind, per }) => run.ofKind(kind).length && (!per || run.ofKind(per).length));
+  return QUANTITIES.filter(({ kind, per, detail }) => {
+    const rows = run.ofKind(kind);
+    if (detail) return rows.some((number) => run.hasDetail(detail, number));
+    return rows.length && (!per || run.ofKind(per).length);
+  });
 }
 
 /** Rows, stretches and values of a quantity; NaN: not measured. */
@@ -76,18 +80,15 @@ function colourRange(layout) {
 
 function rampColour(share) {
   const place = Math.max(0, Math.min(1, share)) * (RAMP.length - 1);
-  const [from, part] = [
-    Math.min(Math.floor(place), RAMP.length - 2),
-    place - Math.min(Math.floor(place), RAMP.length - 2),
-  ];
-  return RAMP[from].map((value, i) => Math.round(value + part * (RAMP[from + 1][i] - value)));
+  const from = Math.min(Math.floor(place), RAMP.length - 2);
+  return RAMP[from].map((value, i) => Math.round(value + (place - from) * (RAMP[from + 1][i] - value)));
 }
 
 class Heatmap {
   /** onPick(number, step) hears of a click. */
   constructor(run, view, state, onPick) {
     Object.assign(this, { run, view, state, onPick });
-    this.canvas = h("canvas", { role: "img", tabindex: "0" });
+    this.canvas = h("canvas", { role: "img" });
     this.overlay = h("canvas", { class: "overlay", "aria-hidden": "true" });
     this.names = h("div", { class: "row-names", "aria-hidden": "true" });
     this.axis = h("div", { class: "ticks", "aria-hidden": "true" });

@@ -95,7 +95,7 @@ function renderMoment(run, number, step) {
       ? h(
           "p",
           { class: "hint" },
-          "of histories the page keeps 8 bits a number; the last measured step is exact",
+          "the page keeps histories to 8 bits, 0.4 %; the last measured step is exact",
         )
       : null,
   );
@@ -123,9 +123,9 @@ function renderSizePlot(run, view, number, step) {
 /** Entries by binary exponent over the sampled steps: what underflows, overflows or drifts. */
 function renderExponents(run, number) {
   const packed = run.facts.distributions;
-  const missing = (why) => h("p", { class: "hint" }, why);
+  const without = (why) => h("p", { class: "hint" }, why);
   if (!packed)
-    return missing(
+    return without(
       "No exponents were recorded: they are taken at depth “all”, e.g. gradproof run --schedule 'all every 10th step'.",
     );
   const [steps, all, percentiles] = [packed.steps, packed.exponents, packed.percentiles].map(run.column);
@@ -137,7 +137,7 @@ function renderExponents(run, number) {
     lowest = Math.min(lowest, i % packed.bins);
     highest = Math.max(highest, i % packed.bins);
   }
-  if (highest < 0) return missing("No exponents of this tensor were recorded.");
+  if (highest < 0) return without("No exponents of this tensor were recorded.");
   const rows = highest - lowest + 1;
   const image = new ImageData(steps.length, rows);
   const pixels = new Uint32Array(image.data.buffer);
