@@ -71,6 +71,15 @@ def accumulating_step(model, optimizer, x, fault):
     return before
 
 
+def scaled_step(model, optimizer, x, fault):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer.zero_grad()
+    scaler.scale(model(x, fault=fault).square().mean()).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    return before
+
+
 def train(model, fault, at, step=plain_step, steps=7):
     """The parameters before each step."""
     torch.manual_seed(1)
@@ -110,6 +119,15 @@ def test_the_weights_are_still_good_when_the_place_is_known(fault, at, step, tmp
     assert any("before the bad update" in line for line in facts["evidence"])
     cause = diagnose(tmp_path / "run").causes[0]
     assert (cause.family, cause.step, cause.confidence) == (f"{fault}-nonfinite", at, "proven")
+
+
+@pytest.mark.parametrize("at", [TAPED, UNTAPED])
+def test_a_loss_that_makes_a_scaler_skip_is_located(at, tmp_path, monkeypatch):
+    model, seen, before = train_watched(tmp_path / "run", monkeypatch, "forward", at, scaled_step)
+    ((facts, weights, _),) = seen
+    assert (facts["id"], facts["step"]) == ("forward-nonfinite/log", at)
+    assert all(torch.equal(then, now) for then, now in zip(before[at], weights, strict=True))
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 @pytest.mark.parametrize("fault", ["", "backward"])
@@ -153,6 +171,23 @@ def test_models_can_be_copied_and_saved_while_they_are_listened_to(tmp_path):
 
     examine(tmp_path / "run", lambda: train(Model(), "backward", UNTAPED, step))
     assert diagnose(tmp_path / "run").causes[0].id == "backward-nonfinite/sqrt"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_loop_that_is_only_watched(in_place, tmp_path):
+    torch.manual_seed(0)
+    model = Tanh()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if in_place:
+        model.compile(backend=wrong_code(torch.log))
+    else:
+        model = torch.compile(model, backend=wrong_code(torch.log))
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    assert diagnose(tmp_path / "run").causes[0].id == "forward-nonfinite/born-in-the-compiler"
+    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -13,7 +13,7 @@ import gradproof
 from gradproof.diagnosis import symptoms
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import LEVELS, Diagnosis, Finding
-from gradproof.diagnosis.ranking import diagnose, rank
+from gradproof.diagnosis.ranking import diagnose, fold_consequences, rank
 from gradproof.diagnosis.series import trend
 from gradproof.record.run import open_run
 from gradproof.record.schema import STATISTICS, STATISTICS_FRAME, json_line
@@ -662,7 +662,7 @@ def test_color_is_for_terminals_that_want_it(monkeypatch):
 def test_a_diagnosis_as_data_and_as_a_sentence(written):
     found = diagnose(written(loss=FALLING[::-1]).read())
     data = json.loads(json_line(found.as_data()))
-    assert set(data) == {"run", "steps", "causes", "symptoms", "excluded", "cost", "notes"}
+    assert set(data) == {"run", "steps", "causes", "symptoms", "excluded", "cost", "notes", "next_steps"}
     keys = {"family", "id", "level", "confidence", "where", "step", "evidence", "fix", "title"}
     assert set(data["causes"][0]) >= keys and isinstance(data["causes"][0]["evidence"], list)
     assert str(found) == "problem: the steps overshoot (likely)"
@@ -677,3 +677,28 @@ def test_a_loss_that_is_negative_at_times_may_rise(written, last, level):
     run = written(loss=np.linspace(-0.7, last, 120) + noise, lr=[1e-3] * 120).read()
     names = {"note": "objective_rising", "problem": "loss_rising"}
     assert seen(run)[names[level]] == level and diagnose(run).worst == level
+
+
+def placed(family, where="net (a.py:3)", confidence="proven"):
+    return Finding(family, f"{family}/x", "problem", confidence, (f"{family} seen",), "", where=where)
+
+
+def test_a_nan_of_an_operation_that_is_wrong_in_itself_is_its_consequence():
+    nan, axis = placed("forward-nonfinite"), placed("axis-or-shape-error")
+    (kept,) = fold_consequences([nan, axis])
+    assert kept.family == "axis-or-shape-error" and kept.evidence[-1] == "consequence: forward-nonfinite seen"
+    elsewhere = placed("axis-or-shape-error", where="net (a.py:9)")
+    assert fold_consequences([nan, elsewhere]) == [nan, elsewhere]
+    unsure = placed("axis-or-shape-error", confidence="likely")
+    assert fold_consequences([nan, unsure]) == [nan, unsure]
+
+
+def test_where_nothing_is_proven_two_next_experiments_are_named(written):
+    run = written(loss=[1.0, 1.1, 0.9, 1.0] * 20, lr=[1e-3] * 80).read()
+    found = diagnose(run)
+    assert len(found.next_steps) == 2 and "with experiments" in found.next_steps[0]
+    assert "what would tell most" in render_text(found) and found.as_data()["next_steps"]
+
+
+def test_a_run_that_is_well_needs_no_next_experiment(written):
+    assert diagnose(written(loss=np.linspace(2, 0.1, 80), lr=[1e-3] * 80).read()).next_steps == ()

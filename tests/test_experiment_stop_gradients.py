@@ -1,6 +1,7 @@
 """Targets, teachers and baselines with gradient, and the same with it stopped; contrasts that want both sides."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,11 @@ def test_bootstrapped_return(stopped, compare):
         target = reward + 0.9 * model["q"](then).max(dim=1).values
         return compare(model["q"](now)[:, 0], target.detach() if stopped else target)
 
-    assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/target"})
+    found = verdicts(model, loss)
+    assert ids(found) == (set() if stopped else {"missing-stop-gradient/target"})
+    if found:  # where the target is made, not where it is compared
+        number = int(found[0].where.rpartition(":")[2])
+        assert Path(__file__).read_text().splitlines()[number - 1].strip().startswith("target = reward +")
 
 
 @pytest.mark.parametrize("stopped", [True, False])

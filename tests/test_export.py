@@ -4,6 +4,7 @@ import csv
 import os
 import random
 import struct
+import time
 import warnings
 
 import numpy as np
@@ -182,6 +183,8 @@ def read_wandb(file):
             place += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
+        if place + 7 + length > len(data):  # still being written
+            break
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # a whole record, or the last piece of one
@@ -207,6 +210,9 @@ def test_wandb_offline_live_and_exported(tmp_path, monkeypatch, capsys):
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and sink.directory in [file.parent for file in files]
     for file in files:
+        deadline = time.monotonic() + 30
+        while len(read_wandb(file)) < 12 and time.monotonic() < deadline:
+            time.sleep(0.1)  # its own process writes the last records some time after finish()
         rows = [row for row in read_wandb(file) if "loss" in row]
         np.testing.assert_allclose([float(row["loss"]) for row in rows], losses, rtol=1e-6)
         assert [int(row["step"]) for row in rows] == list(range(6))

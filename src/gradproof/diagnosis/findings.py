@@ -79,6 +79,7 @@ class Diagnosis:
     excluded: tuple[Exclusion, ...] = ()
     cost: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()  # in trouble, with nothing proven: what would tell most
 
     @property
     def worst(self) -> str | None:
@@ -97,4 +98,5 @@ class Diagnosis:
             "excluded": [asdict(exclusion) for exclusion in self.excluded],
             "cost": self.cost,
             "notes": list(self.notes),
+            "next_steps": list(self.next_steps),
         }

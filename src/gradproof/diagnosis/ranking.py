@@ -60,7 +60,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
     found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)))
-    found = [add_place(placed_by_gain(finding, run), run) for finding in found]
+    found = fold_consequences([add_place(placed_by_gain(finding, run), run) for finding in found])
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
@@ -69,6 +69,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         excluded=tuple(e for e in excluded if e.family not in {f.family for f in found}),
         cost=run.info.get("cost", {}),
         notes=tuple(run.notes),
+        next_steps=suggest_next(found, run) if troubled else (),
     )
 
 
@@ -90,7 +91,7 @@ SPEAKS_FOR = 4
 
 
 def exclusion_of_verdict(verdict: dict[str, Any]) -> Exclusion:
-    until = SPEAKS_FOR * (int(verdict.get("step") or 0) + 1)
+    until = SPEAKS_FOR * (verdict["step"] + 1) if verdict.get("step") is not None else None
     return Exclusion(verdict["family"], verdict.get("reason", ""), verdict.get("about") or "", until)
 
 
@@ -124,6 +125,49 @@ def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Find
             for f in fresh
         ]
     return [*proven, *fresh]
+
+
+NONFINITE = ("forward-nonfinite", "backward-nonfinite")
+
+
+def fold_consequences(found: list[Finding]) -> list[Finding]:
+    """A NaN that is born in the very operation that is proven wrong in another way is what that mistake did."""
+    kept = []
+    for finding in found:
+        same = [
+            f
+            for f in found
+            if f.where == finding.where and f.family not in NONFINITE and f.level == "problem"
+        ]
+        if finding.family in NONFINITE and finding.where and any(f.confidence == "proven" for f in same):
+            continue
+        born = [f for f in found if f.family in NONFINITE and f.where and f.where == finding.where]
+        if finding in same and finding.confidence == "proven" and born:
+            finding = replace(finding, evidence=(*finding.evidence, f"consequence: {born[0].evidence[0]}"))
+        kept.append(finding)
+    return kept
+
+
+def suggest_next(found: list[Finding], run: Run) -> tuple[str, ...]:
+    """Where a training is in trouble and nothing is proven: the two experiments that would tell most."""
+    if any(f.level == "problem" and f.confidence == "proven" for f in found):
+        return ()
+    wanted = []
+    located = [f for f in found if f.id.endswith("/unlocated") and f.step is not None]
+    if located:
+        wanted.append(
+            f"`gradproof run --until {located[0].step} SCRIPT`: tapes the step of the first NaN or Inf"
+        )
+    if not run.info.get("cost", {}).get("taped_steps"):
+        wanted.append(
+            "`gradproof run SCRIPT` with experiments: no step of this run was taped, nothing was tested"
+        )
+    for finding in rank(found):
+        if BY_FAMILY[finding.family].intervention and finding.level != "note":
+            wanted.append(f"`gradproof run --verify SCRIPT`: tries the fix of {finding.id} from outside")
+            break
+    wanted.append("`gradproof.sanity.check_model`: can this model learn one batch at all?")
+    return tuple(wanted[:2])
 
 
 def add_trials(causes: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:

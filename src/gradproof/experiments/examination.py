@@ -33,6 +33,7 @@ from gradproof.experiments.normalisation import (
     is_it_normalised_over_features,
     is_rescaling_bounded,
 )
+from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
@@ -90,6 +91,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_normalisation_help,
     is_rescaling_bounded,
     is_it_normalised_over_features,
+    is_ones_own_norm_over_the_batch,
     is_attention_healthy,
     does_the_optimizer_do_what_was_meant,
     do_units_respond,

@@ -51,9 +51,9 @@ def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
 def place_of_start(evidence: Evidence, name: str) -> str:
     """The module of a parameter, and the line of the script that gave it its first values, where one did."""
     parameter = named_parameters(evidence).get(name)
-    line = evidence.memory.get("facts", {}).get("_initialised", {}).get(id(parameter))
+    known = evidence.memory.get("facts", {}).get("_initialised", {}).get(id(parameter))
     module = name.rpartition(".")[0] or name
-    return f"{module} ({line})" if line else module
+    return f"{module} ({known[1]})" if known is not None and known[0]() is parameter else module
 
 
 def same_rows(tensor: Tensor) -> bool:

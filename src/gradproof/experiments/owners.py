@@ -53,7 +53,7 @@ def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
             return  # a model that only judges, in eval mode: nobody meant to train it
         where = strangers[0][0] if strangers else places[0]
         id_, fix = "not-in-optimizer", f"give an optimizer the parameters of {where} too"
-        lines += held_twice(evidence)
+        lines += ["two optimizers hold the same parameters"] if doubles(evidence) else []
     else:
         id_, fix = "not-in-optimizer", f"give the optimizer {shown} too"
     where = f"{where} ({line})" if line else where
@@ -71,19 +71,13 @@ def doubles(evidence: Evidence) -> list[torch.optim.Optimizer]:
     """Optimizers that were made later and hold tensors of an earlier one."""
     seen: set[int] = set()
     found = []
-    made: dict[int, str] = evidence.memory.get("facts", {}).get("_optimizers_made", {})
-    for optimizer in sorted(
-        evidence.optimizers, key=lambda o: list(made).index(id(o)) if id(o) in made else 0
-    ):
+    order = list(evidence.memory.get("facts", {}).get("_optimizers_made", {}))
+    for optimizer in sorted(evidence.optimizers, key=lambda o: order.index(id(o)) if id(o) in order else 0):
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own & seen:
             found.append(optimizer)
         seen |= own
     return found
-
-
-def held_twice(evidence: Evidence) -> list[str]:
-    return ["two optimizers hold the same parameters"] if doubles(evidence) else []
 
 
 def find_plain_holder(evidence: Evidence) -> tuple[str, str, str] | None:

@@ -191,8 +191,12 @@ class Source:
                 if given is not None:
                     self.follow(given, self.scope_of(call), call.lineno, part, found, depth + 1)
                     return
-            if name not in names:
-                self._follow_name(name, self.tree, 10**9, part, found, depth + 1)
+            if (
+                name not in names
+            ):  # from around the function, as it was when the function was last called there
+                outer = self.scope_of(scope)
+                called = [call.lineno for call in self._calls(scope) if self.scope_of(call) is outer]
+                self._follow_name(name, outer, max(called, default=10**9), part, found, depth + 1)
 
     def _assignments(self, name: str, scope: Scope) -> Iterator[tuple[int, ast.expr, int | None]]:
         """Every (line, value, which part of it) that gives a name its value in a scope."""

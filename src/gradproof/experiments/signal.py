@@ -51,6 +51,8 @@ def find_chains(evidence: Evidence) -> list[Chain]:
     for call in evidence.tape.modules:
         if not call.outputs or not evidence.slot(call.outputs[0]).dtype.is_floating_point:
             continue
+        if not evidence.slot(call.outputs[0]).followed:
+            continue  # a validation between two steps
         calls.setdefault(call.path, []).append(call.outputs[0])
         match = re.fullmatch(r"(.+)\.\d+", call.path)
         if match:

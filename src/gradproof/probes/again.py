@@ -65,7 +65,7 @@ class Calls:
         self._attached: list[nn.Module] = []
         self._outer: dict[int, nn.Module] = {}  # id of a model -> the compiled module around it
         self._compiler = False
-        self._making = False
+        self._making = self._ended = False
         self.kept: deque[Call] = deque(maxlen=MOST_CALLS)
         self.seconds = 0.0  # that keeping has taken
         self.steady = True  # listening may begin and end at any step
@@ -84,19 +84,23 @@ class Calls:
     def detach(self) -> None:
         self._stack.close()
         self._attached = []
-        self.kept.clear()
+
+    def step_ended(self) -> None:
+        """What was kept may still be asked for, until the next step's first call."""
+        self._ended = True
 
     def something_compiled(self, made: Any) -> None:
-        """A module, or a function, or None for a module that was compiled in place: what is called may change."""
+        """A module or a function, or None where a module was compiled in place: what is called may be another now."""
         self.detach()
+        self.kept.clear()
         self._compiler = True
         inner = getattr(made, "_orig_mod", None)
         if isinstance(inner, nn.Module):
             self._outer[id(inner)] = made
-        elif (
-            made is not None
-        ):  # a function may call the model: each time listening began or ended, it would recompile
-            self.steady = False
+        elif made is not None and not isinstance(made, nn.Module):
+            self.steady = (
+                False  # a function may call the model: whenever listening began or ended, it would recompile
+            )
 
     def _called(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._making or not torch.is_grad_enabled() or recomputing() or _transformed():
@@ -109,6 +113,9 @@ class Calls:
                 autocasts = [
                     (d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)
                 ]
+                if self._ended:
+                    self.kept.clear()
+                    self._ended = False
                 self.kept.append(Call(model, args, kwargs, _generators(), autocasts))
         except Exception as error:
             self._fail(error)

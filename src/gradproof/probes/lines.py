@@ -10,6 +10,7 @@ import functools
 import linecache
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -29,9 +30,8 @@ class Lines:
 
     def __init__(self) -> None:
         self.sites: dict[str, list[str]] = {}
-        self.initialised: dict[
-            int, str
-        ] = {}  # id of a parameter -> where the script itself gave it its values
+        # id of a parameter -> the parameter, and where the script itself gave it its first values
+        self.initialised: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._looks: dict[str, int] = {}
         self._places: dict[str, tuple[str, int]] = {}  # site -> whole path of its file, number of the line
 
@@ -122,11 +122,9 @@ def initialisings(lines: Lines, stack: ExitStack) -> None:
         @functools.wraps(original)
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
-            if (
-                not caller.f_globals.get("__name__", "").startswith("torch.")
-                and len(lines.initialised) < 10_000
-            ):
-                lines.initialised[id(tensor)] = line_of(caller)
+            with suppress(Exception):
+                if not caller.f_globals["__name__"].startswith("torch."):
+                    lines.initialised[id(tensor)] = (weakref.ref(tensor), line_of(caller))
             return original(tensor, *args, **kwargs)
 
         return call

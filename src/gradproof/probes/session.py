@@ -52,7 +52,7 @@ def guarded(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def handler(self: Session, *args: Any) -> Any:
-        if not self.alive or os.getpid() != self.pid:
+        if not self.alive or self._examining or os.getpid() != self.pid:
             return None
         if self._unseen and method.__name__ in STEP_EVENTS:
             return self._pass_over(method.__name__)
@@ -67,8 +67,8 @@ def guarded(method: Callable) -> Callable:
             return None
         finally:
             self.own_seconds += time.perf_counter() - start
-            while self._afterwards:
-                self._afterwards.pop(0)()
+            if self._afterwards:
+                self._do_what_is_left()
 
     return handler
 
@@ -122,6 +122,7 @@ class Session:
         self.stop_after: int | None = None  # steps after which a trial has shown enough
         # what a handler leaves to be done outside of what is measured: a tape can only be cut where it runs
         self._afterwards: list[Callable[[], None]] = []
+        self._examining = False  # a model that is called meanwhile is not training
         self._calls = Calls(self.fail)
         self._on_cpu: list[bool] = []  # of each model
         self._recent: dict[tuple[Any, str], deque[float]] = {}
@@ -293,6 +294,9 @@ class Session:
             step.measure_norms(gradients)
         if self._nonfinite_step == self.step:  # no weight has seen it: go on looking for the one that matters
             self._nonfinite_step = None
+        loss = step.row.get("loss", 0.0)
+        if self.taping is not None and not math.isfinite(loss):  # no loss scale makes that
+            self._afterwards.append(functools.partial(self.taping.before_update, self._calls, True))
         step.order.append("x")
         step.row["skipped"] = 1
         self._note_optimizer(optimizer, self._parameters.of_optimizer(optimizer))
@@ -402,6 +406,14 @@ class Session:
         self._ledger.add(step, number)
         self._afterwards.append(self._turn_tape)
 
+    def _do_what_is_left(self) -> None:
+        self._examining = True
+        try:
+            while self._afterwards:
+                self._afterwards.pop(0)()
+        finally:
+            self._examining = False
+
     def _turn_tape(self) -> None:
         """The last step's tape is examined, the next one's begun."""
         if self.taping is not None and self.alive:
@@ -449,7 +461,7 @@ class Session:
         if sampled:
             self._last_sampled = now
         self._open = OpenStep(depth, sampled)
-        self._calls.kept.clear()
+        self._calls.step_ended()
         self._listen_to_calls()
         if depth >= EVERYTHING and not self._compiled:
             self._outputs.attach()

@@ -161,14 +161,15 @@ class Run:
 
     def series(self, kind: str, name: str, statistic: str) -> tuple[np.ndarray, np.ndarray]:
         """One statistic of one tensor: steps and values where it was measured."""
-        table = self.table(kind, statistic)
-        if name not in table.names:
-            raise UserError(
-                f"{self.path} has no {kind} of {name!r}; it has {', '.join(table.names[:8]) or 'none'}"
-            )
-        values = table.values[:, table.names.index(name)]
-        measured = ~np.isnan(values)
-        return table.steps[measured], values[measured]
+        names = {self.tensors[number]["name"]: number for number in self.numbers(kind)}
+        if name not in names:
+            some = ", ".join(list(names)[:8]) or "none"
+            raise UserError(f"{self.path} has no {kind} of {name!r}; it has {some}")
+        column = STATISTICS.index(statistic)
+        found = [(f.step, f.values[f.numbers == names[name], column]) for f in self.frames]
+        steps = [step for step, value in found if len(value) and not np.isnan(value[0])]
+        values = [value[0] for _, value in found if len(value) and not np.isnan(value[0])]
+        return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float32)
 
     def percentiles(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of one tensor on sampled steps: steps, percentiles (see PERCENTILES) and exponent counts."""

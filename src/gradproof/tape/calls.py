@@ -1,4 +1,4 @@
-"""Who calls what during a recorded step: modules, hand-written autograd functions, the engine, the optimizer.
+"""Who calls what during a recorded step: modules, hand-written autograd functions, operators from outside, optimizers.
 
 Each function installs its watch for the time of a `with` block and takes it away again.
 """

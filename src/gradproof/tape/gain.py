@@ -95,8 +95,9 @@ def measure_gains(tape: Tape) -> Gains:
     counts: Counter[str] = Counter()
     modules = []
     for number, call in enumerate(tape.modules):
-        if all(not tape.slots[slot].shape for slot in call.outputs):
-            continue  # a loss is no signal
+        outputs = [tape.slots[slot] for slot in call.outputs]
+        if not any(slot.shape and slot.followed for slot in outputs):
+            continue  # a loss, or a validation between two steps
         gain = _module_gain(call, number, counts[call.path], sizes)
         counts[call.path] += 1
         if gain is not None:
