@@ -206,7 +206,10 @@ def test_the_list_reads_only_the_ends_of_files(tmp_path):
     assert found["steps"] == 300 and float(found["loss"]) == pytest.approx(2 / 300)
 
 
-def test_live_says_what_it_cannot_do(tmp_path, capsys):
+def test_live_says_what_it_cannot_do(serve, tmp_path, capsys):
+    port = serve(tmp_path).server_address[1]
+    assert main(["live", str(tmp_path), "--port", str(port)]) == 2
+    assert "--port 0 takes a free port" in capsys.readouterr().err
     assert main(["live", str(tmp_path / "nothing")]) == 2
     assert main(["live", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "--token" in capsys.readouterr().err

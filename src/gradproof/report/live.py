@@ -147,7 +147,8 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except OSError as error:
-            raise UserError(f"cannot serve at {host}:{port}: {error.strerror or error}") from None
+            reason = error.strerror or error
+            raise UserError(f"cannot serve at {host}:{port}: {reason}; --port 0 takes a free port") from None
 
     @property
     def url(self) -> str:
