@@ -436,6 +436,17 @@ def test_a_nan_loss_is_drawn_and_named(browser, tmp_path):
     assert "NaN" in tab.text(".tensors tbody tr:nth-child(1)")
 
 
+def test_what_a_light_step_did_not_measure_is_not_called_nan(browser, tmp_path):
+    maker = RunMaker(tmp_path / "run")
+    maker.step(0)
+    norms = np.full((1, 13), np.nan)
+    norms[0, 9] = 0.125
+    maker.writer.write_frame(1, 1, np.array([maker.keys.index(("gradient", "embed.weight"))]), norms)
+    tab = open_tab(browser, report(maker.end()))
+    cells = tab.page.locator(".tensors tbody tr:nth-child(1) td").all_inner_texts()[1:]
+    assert cells[:4] == ["0.125", "–", "–", "–"] and "none" in cells and tab.errors == []
+
+
 # verdict and tape ----------------------------------------------------------------------------------------------
 
 
