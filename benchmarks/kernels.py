@@ -263,7 +263,7 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(50257, d), (1024, d), *12 * block, (d,), (d,)]
 
 
-def stats_table(device: str) -> dict:
+def stats_table(device: str, launches: bool = False) -> dict:
     g = torch.Generator(device).manual_seed(0)
     measure = gpu_ms if device == "cuda" else cpu_ms
     out = {}
@@ -283,7 +283,8 @@ def stats_table(device: str) -> dict:
             row["share of copy rate"] = row["limit"] / row["gradproof"]
             row["gradproof in a graph"] = graph_ms(lambda t=tensors: tensor_stats(t))
             row["share of copy rate in a graph"] = row["limit"] / row["gradproof in a graph"]
-            row.update(stats_sweep(tensors))
+            if launches:
+                row.update(stats_sweep(tensors))
         found, exact = tensor_stats(tensors), torch.cat([look_closely(x.reshape(1, -1)) for x in tensors])
         error = (found - exact).abs() / exact.abs().clamp_min(1e-300)
         worst = {c: e for c, e in zip(COLUMNS, error.amax(0).tolist(), strict=True) if e}
@@ -470,11 +471,11 @@ def on_gpu(budget: float, launches: bool) -> None:
     section("waiting", no_waiting)
     section("graph", in_a_graph)
     section("repeats", repeats)
-    section("tensor_stats GPT-2 124M", stats_table, "cuda")
+    section("tensor_stats GPT-2 124M", stats_table, "cuda", launches)
     for shape in LINEAR_SHAPES:
         if seconds_left(budget) > 30:
             section(f"linear_cross_entropy {'x'.join(map(str, shape))}", linear_table, *shape)
-    for shape in LINEAR_SHAPES:
+    for shape in LINEAR_SHAPES if launches else ():
         section(f"pieces of {'x'.join(map(str, shape))}", linear_pieces, *shape)
     for dtype, n, v in CE_SHAPES:
         name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
@@ -496,7 +497,11 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=460, help="leave out what does not fit into this time"
     )
-    parser.add_argument("--launches", action="store_true", help="time every way to launch the Triton kernel")
+    parser.add_argument(
+        "--launches",
+        action="store_true",
+        help="time every way to launch the Triton kernels, and the pieces of linear_cross_entropy",
+    )
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.warm:

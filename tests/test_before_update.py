@@ -121,6 +121,18 @@ def test_the_weights_are_still_good_when_the_place_is_known(fault, at, step, tmp
     assert (cause.family, cause.step, cause.confidence) == (f"{fault}-nonfinite", at, "proven")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_on_a_gpu_a_taped_step_is_located_in_time(fault, tmp_path, monkeypatch):
+    def step(model, optimizer, x, fault):
+        return plain_step(model.to("cuda"), optimizer, x.to("cuda"), fault)
+
+    _, seen, before = train_watched(tmp_path / "run", monkeypatch, fault, TAPED, step)
+    ((facts, weights, _),) = seen
+    assert facts["family"] == f"{fault}-nonfinite" and facts["step"] == TAPED
+    assert all(torch.equal(then, now) for then, now in zip(before[TAPED], weights, strict=True))
+
+
 @pytest.mark.parametrize("at", [TAPED, UNTAPED])
 def test_a_loss_that_makes_a_scaler_skip_is_located(at, tmp_path, monkeypatch):
     model, seen, before = train_watched(tmp_path / "run", monkeypatch, "forward", at, scaled_step)

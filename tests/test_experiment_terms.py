@@ -87,8 +87,27 @@ def test_a_policy_that_puts_out_probabilities_one_step_at_a_time(sign, found):
     assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found
 
 
+def test_a_poor_episode_makes_its_actions_less_likely():
+    model = nn.Linear(4, 3)
+
+    def one_by_one():
+        chosen = []
+        for x in torch.randn(8, 4):
+            policy = torch.distributions.Categorical(logits=model(x))
+            chosen.append(policy.log_prob(policy.sample()))
+        return 0.7 * torch.stack(chosen).sum()  # minus the return, which was -0.7
+
+    def together():
+        policy = torch.distributions.Categorical(logits=model(torch.randn(8, 4)))
+        return 0.7 * policy.log_prob(policy.sample()).sum()
+
+    for step in (one_by_one, together):
+        assert not confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step))
+
+
 def test_a_policy_may_minimise_costs():
-    model, tour_lengths, weight = nn.Linear(5, 3), torch.rand(20), torch.randn(20)
+    model, tour_lengths = nn.Linear(5, 3), torch.rand(20)
+    weight = torch.randn(20)
 
     def with_costs():
         policy = torch.distributions.Categorical(logits=model(X))

@@ -195,3 +195,26 @@ def test_a_step_with_dropout_in_its_attention_is_judged_with_the_mask_that_was_d
     if not wrong:
         assert answer.right and answer.error < 1e-6 and len(answer.parameters) == 2, str(answer)
     assert any("only the kernel knows" in note for note in answer.notes)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels exist only on a GPU")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_kernels_of_a_gpu(backend, dropout):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 192, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 32, 64, device="cuda", dtype=torch.bfloat16)
+    with (
+        record({p: n for n, p in linear.named_parameters()}) as tape,
+        sdpa_kernel(getattr(SDPBackend, backend)),
+    ):
+        q, k, v = linear(x).view(2, 32, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        out.float().square().mean().backward()
+    assert any(operation.name in FUSED_ATTENTION for operation in tape.operations)
+    assert replay_exactly(tape).departs_at is None
+    answer = shadow(tape)
+    assert answer.right, str(answer)
+    assert any("only the kernel knows" in note for note in answer.notes) == (dropout > 0)

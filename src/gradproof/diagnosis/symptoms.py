@@ -222,7 +222,7 @@ def clipped_always(run: Run) -> Iterator[Symptom]:
 
 def gradient_flow(run: Run) -> Iterator[Symptom]:
     """Gradients that grow or die on their way from the output to the first layer."""
-    level = "note" if loss_fell(run) else "warning"
+    level = "note" if loss_fell(run) and not any(loss_hardly_falling(run)) else "warning"
     for number in sorted({p["optimizer"] for p in _parameters(run) if p["optimizer"] is not None}):
         flow = gradient_ratios(run, number)
         if flow is None:

@@ -14,6 +14,7 @@ from gradproof.experiments.evidence import Evidence, Verdict, confirmed, exclude
 from gradproof.experiments.flow import KINDS, VIEWS, Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.provenance import lines_of_names
+from gradproof.experiments.targets import sources
 from gradproof.tape.operations import Line, Operation, Ref
 from gradproof.tape.replay import differentiate
 
@@ -25,8 +26,7 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
-    # what a policy did is no right class: whether it should become likelier is for its weight to say
-    picks = [] if policies else [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
+    picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
     slots += [op.makes[0] for op in picks]
     if not slots:
@@ -47,7 +47,10 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
         return
     for op in picks:
         gradient = gradients.get(op.makes[0])
-        if gradient is not None and float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
+        # what a policy did is no right class: it comes one at a time, is drawn, or is weighed by what it brought
+        if gradient is None or gradient.numel() < 2 or policies or is_drawn(flow, op):
+            continue
+        if float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
             yield wrong_way(op, "log-probability away from the right class", -1.0, False)
             return
     for made, weight, op in policies:
@@ -90,6 +93,11 @@ def is_it_wanted(line: Line | None) -> bool | None:
             if good != bad:
                 return good
     return True if re.search(r"\badv", seen) else None  # an advantage is better than expected
+
+
+def is_drawn(flow: Flow, pick: Operation) -> bool:
+    """Whether what is picked was drawn at random in this step."""
+    return any(sources(flow, slot)[1] for slot in pick.reads[1:])
 
 
 def plain_differences(flow: Flow, root: int) -> Iterator[int]:

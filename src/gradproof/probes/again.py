@@ -181,14 +181,16 @@ def _listening(
     cls: type[nn.Module], watched: set[int], called: Callable, returned: Callable
 ) -> Iterator[None]:
     """Around the calls of some modules of a class: hooks on the modules themselves would be pickled with them."""
-    own, before = cls.__call__, cls.__dict__.get("__call__")
+    before = cls.__dict__.get("__call__")
 
-    @functools.wraps(own)
+    @functools.wraps(cls.__call__)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # looked up at each call: torch.fx puts something else in place of nn.Module.__call__ for a while
+        own = super(cls, self).__call__ if before is None else functools.partial(before, self)  # type: ignore[misc]
         if torch.compiler.is_compiling() or id(self) not in watched:
-            return own(self, *args, **kwargs)
+            return own(*args, **kwargs)
         called(self, args, kwargs)
-        output = own(self, *args, **kwargs)
+        output = own(*args, **kwargs)
         returned(self, output)
         return output
 
