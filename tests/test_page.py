@@ -495,7 +495,9 @@ def test_the_verdict_with_its_trial_the_tape_and_the_alignment(browser, tmp_path
         },
     ]
     maker.writer.write_event("shadow", step=1, loss=1.0, true_loss=1.0, parameters=parameters, notes=[])
-    tab = open_tab(browser, report(maker.end()))
+    page = report(maker.end())
+    assert open_tab(browser, page, width=390).ask("document.documentElement.scrollWidth") == 390
+    tab = open_tab(browser, page)
     verdict = tab.text("#verdict")
     assert "blocks.0.mlp (model.py:7)" in tab.text("#verdict h1")
     assert (

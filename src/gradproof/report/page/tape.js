@@ -116,7 +116,11 @@ function renderAlignment({ step, shares, where }) {
   );
   return card(
     h("h3", {}, "How far the targets are ahead of the inputs", h("small", {}, ` step ${step}`)),
-    table(["positions ahead", "of the targets", "", ["", "wide"]], rows, { class: "lags" }),
+    h(
+      "div",
+      { class: "scroll" },
+      table(["positions ahead", "of the targets", "", ["", "wide"]], rows, { class: "lags" }),
+    ),
     where && h("p", { class: "hint" }, where),
   );
 }
