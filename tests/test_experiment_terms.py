@@ -72,7 +72,8 @@ def test_policy_gradient():
 
 
 def test_a_policy_may_minimise_costs():
-    model, tour_lengths, weight = nn.Linear(5, 3), torch.rand(20), torch.randn(20)
+    model, tour_lengths = nn.Linear(5, 3), torch.rand(20)
+    weight = torch.randn(20)
 
     def with_costs():
         policy = torch.distributions.Categorical(logits=model(X))
