@@ -1,6 +1,8 @@
 """Runs in the terminal: what a plot shows is where the numbers are, and every odd run shows something true."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -147,6 +149,14 @@ def test_compare_in_the_terminal(run, tmp_path, capsys):
     assert re.search(r"--lr +– +3", out) and "• run   × other" in out and "\x1b" not in out
     assert main(["compare", run, str(other.path), "--json"]) == 0
     assert '"apart_since": [\n    null,\n    5\n  ]' in capsys.readouterr().out
+
+
+def test_looking_at_runs_needs_no_torch(run, tmp_path):
+    commands = [["show", run], ["show", run, "a.weight"], ["compare", run, run]]
+    commands += [["export", run, "--to", to, "--out", str(tmp_path / to)] for to in ("csv", "tensorboard")]
+    code = f"import sys\nfrom gradproof.cli import main\nfor c in {commands!r}: assert main(c) == 0\n"
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_compare_needs_two(run, capsys):
