@@ -49,11 +49,19 @@ def test_what_is_not_finite_is_marked_at_its_step_and_not_drawn_over():
     assert " " in middle.strip(), "the line runs through the NaN"
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [np.nan], [np.inf, -np.inf], [3.0, 3.0], [-1.0, 1e30]])
+@pytest.mark.parametrize(
+    "values",
+    [[], [1.0], [np.nan], [np.inf, -np.inf], [3.0, 3.0], [-1.0, 1e30], [-1e308, 1e308], [5e-324, 1e308]],
+)
 def test_odd_curves_are_plotted(values):
     text = render_plot([line(range(len(values)), values)], height=4)
     assert ("nothing" in text) == (not values)
     assert ("!" in text) == any(not np.isfinite(v) for v in values)
+
+
+def test_steps_out_of_order_are_put_in_order():
+    steps, values = np.array([5, 6, 7, 0, 1, 2]), np.array([5.0, 6, 7, 0, 1, 2])
+    assert render_plot([Curve("a", steps, values)]) == render_plot([line(sorted(steps), sorted(values))])
 
 
 def test_a_log_scale_is_chosen_and_said():
