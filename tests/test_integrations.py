@@ -66,10 +66,11 @@ def test_hugging_face_trainer(tmp_path, capsys):
     callback = GradproofCallback(out=tmp_path / "run")
     watched = hugging_face_trainer(tmp_path, callback, **validation)
     watched.train()
+    watched.evaluate()  # after the training: no part of it
     pairs = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs), "the callback changed the training"
     assert not hooks_left() and f"gradproof diagnose {tmp_path / 'run'}" in capsys.readouterr().err
-    run = open_run(callback.monitor.path)
+    run = open_run(callback.path)
     assert len(run) == 8 and run.steps["backwards"].tolist() == [2] * 8
     assert run.steps["order"][3] == "lzbbcs" and run.steps["lr"][0] > run.steps["lr"][-1]
     assert "transformer.h.0.attn.c_attn.weight" in run.table("gradient", "norm").names
@@ -160,7 +161,7 @@ def test_lightning(tmp_path, capsys):
     watched = lightning_fit(tmp_path, callback)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     assert not hooks_left() and "gradproof diagnose" in capsys.readouterr().err
-    run = open_run(callback.monitor.path)
+    run = open_run(callback.path)
     assert len(run) == 40 and run.steps["epoch"][[0, -1]].tolist() == [0, 1]
     assert run.table("gradient", "norm").names == [
         f"body.{i}.{w}" for i in (0, 2) for w in ("weight", "bias")
