@@ -123,7 +123,7 @@ def render_finding(diagnosis) -> str:
     """The first finding as the terminal shows it, without the temporary directory."""
     from gradproof.report.text import render_text
 
-    return re.sub(r"/\S+/(?=[\w-]+\.py)", "", render_text(diagnosis).split("\n\n")[1])
+    return re.sub(r"(?<=\s)/\S+/(?=[\w-]+\.py)", "", render_text(diagnosis).split("\n\n")[1])
 
 
 def render_page(family: str, said: str) -> str:
