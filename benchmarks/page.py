@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -159,22 +160,24 @@ print(time.process_time() - begin)
 """
 
 
-def measure_following(directory: Path, pairs: int = 5) -> float:
-    """CPU time of a process that writes 400 steps, with the page following it, over the same without."""
+def measure_following(directory: Path, rounds: int = 5) -> tuple[float, float]:
+    """CPU time of a process that writes 400 steps over the same once more: with the page following it, and without."""
     tests = str(Path(__file__).parent.parent / "tests")
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for pair in range(pairs):
-        for followed in (False, True) if pair % 2 else (True, False):
-            run = directory / f"run-{pair}-{followed}"
+    variants = ("plain", "followed", "plain again")
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for variant in variants[number % 3 :] + variants[: number % 3]:
+            run = directory / f"{variant} {number}"
             code = TRAINING.format(tests=tests, run=str(run))
             training = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-            reader = follow(run) if followed else None
+            reader = follow(run) if variant == "followed" else None
             out, _ = training.communicate()
-            seconds[followed].append(float(out))
+            seconds[variant].append(float(out))
             if reader:
                 reader.kill()
                 reader.wait()
-    return float(np.median(seconds[True]) / np.median(seconds[False]))
+    plain, followed, again = (float(np.median(seconds[variant])) for variant in variants)
+    return followed / plain, again / plain
 
 
 def follow(run: Path) -> subprocess.Popen:
@@ -185,7 +188,7 @@ def follow(run: Path) -> subprocess.Popen:
         f"while not (Path({str(run)!r}) / 'run.json').exists(): time.sleep(0.01)\n"
         f"server = LiveServer(Runs({str(run)!r}))\n"
         "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
-        f"urllib.request.urlopen(server.url + 'events?run={run.name}').read()\n"
+        f"urllib.request.urlopen(server.url + 'events?run={quote(run.name)}').read()\n"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
 
@@ -216,7 +219,8 @@ def main() -> None:
         print(f"interactive after  {shown['interactive_seconds']:.2f} s  (bar 2)")
         zoom, worst = shown["zoom_milliseconds"], shown["slowest_zoom_milliseconds"]
         print(f"a zoom             {zoom:.0f} ms, the slowest of 20 {worst:.0f} ms  (bar 100)")
-        print(f"training followed  {measure_following(place):.3f} × its CPU time when not followed")
+        followed, again = measure_following(place)
+        print(f"training followed  {followed:.3f} × its CPU time; not followed, once more {again:.3f}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "probes": {"torch", "numpy", "kernels", "tape", "record"},
     "experiments": {"torch", "numpy", "tape", "check", "numerics", "record"},
     "diagnosis": {"numpy", "record"},
-    "report": {"numpy", "record", "diagnosis", "starlette", "uvicorn"},
+    "report": {"numpy", "record", "diagnosis"},
     "lm": {"torch", "numpy", "kernels", "safetensors", "tokenizers"},
     "faults": {"torch", "numpy", "lm"},
     "integrations": {

@@ -155,6 +155,18 @@ def test_other_machines_need_a_token(serve, tmp_path):
     assert get(server, "/runs", cookie="gradproof=wrong")[0] == 403
 
 
+def test_a_run_that_cannot_be_read_is_said(browser, serve, tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    (run / "run.json").write_text('{"format": 1, "tensors": [{}]}')  # nothing that gradproof writes
+    server = serve(run)
+    status, body, _ = get(server, "/data?run=run")
+    assert status == 500 and b"KeyError" in body
+    page = browser.new_page()
+    page.goto(server.url)
+    page.wait_for_selector("main >> text=The page could not be built: data?run=run: KeyError")
+    page.close()
+
+
 def test_only_reading_is_offered(serve, tmp_path):
     write_run(tmp_path / "run", steps=3)
     server = serve(tmp_path)
@@ -206,7 +218,10 @@ def test_the_list_reads_only_the_ends_of_files(tmp_path):
     assert found["steps"] == 300 and float(found["loss"]) == pytest.approx(2 / 300)
 
 
-def test_live_says_what_it_cannot_do(tmp_path, capsys):
+def test_live_says_what_it_cannot_do(serve, tmp_path, capsys):
+    port = serve(tmp_path).server_address[1]
+    assert main(["live", str(tmp_path), "--port", str(port)]) == 2
+    assert "--port 0 takes a free port" in capsys.readouterr().err
     assert main(["live", str(tmp_path / "nothing")]) == 2
     assert main(["live", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "--token" in capsys.readouterr().err

@@ -271,6 +271,7 @@ def test_a_cell_of_the_heat_map_opens_its_tensor_at_its_step(browser, healthy):
     box = overlay.bounding_box()
     left, width, row = tab.ask("[ui.heat.plane().left, ui.heat.plane().width, ui.heat.rowHeight]")
     tab.page.mouse.click(box["x"] + left + (20.5 / 39) * width, box["y"] + 2.5 * row)
+    assert abs(overlay.bounding_box()["y"] - box["y"]) < 2  # the map stays where it was clicked
     assert tab.text("#panel h2") == "blocks.0.mlp.weight"
     assert tab.page.get_attribute("#panel [data-step]", "data-step") == "20"
     assert "Exponents of its entries" in tab.text("#panel")
@@ -435,6 +436,17 @@ def test_a_nan_loss_is_drawn_and_named(browser, tmp_path):
     assert "NaN" in tab.text(".tensors tbody tr:nth-child(1)")
 
 
+def test_what_a_light_step_did_not_measure_is_not_called_nan(browser, tmp_path):
+    maker = RunMaker(tmp_path / "run")
+    maker.step(0)
+    norms = np.full((1, 13), np.nan)
+    norms[0, 9] = 0.125
+    maker.writer.write_frame(1, 1, np.array([maker.keys.index(("gradient", "embed.weight"))]), norms)
+    tab = open_tab(browser, report(maker.end()))
+    cells = tab.page.locator(".tensors tbody tr:nth-child(1) td").all_inner_texts()[1:]
+    assert cells[:4] == ["0.125", "–", "–", "–"] and "none" in cells and tab.errors == []
+
+
 # verdict and tape ----------------------------------------------------------------------------------------------
 
 
@@ -544,6 +556,20 @@ def test_report_says_what_it_cannot_do(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=2)
     assert main(["report", str(run), "-o", str(tmp_path / "no" / "where.html")]) == 2
     assert "choose another place with -o" in capsys.readouterr().err
+
+
+def test_a_run_ends_with_its_page_or_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    from gradproof.commands import viewing
+    from gradproof.diagnosis.ranking import diagnose
+
+    run = write_run(tmp_path / "run", steps=3)
+    assert viewing.offer_page(diagnose(run)) == f"page: {run}/report.html" and (run / "report.html").exists()
+    (run / "report.html").unlink()
+    monkeypatch.setattr(viewing, "SMALL", 10)
+    assert viewing.offer_page(diagnose(run)) == f"page: gradproof report {run}"
+    monkeypatch.setattr(viewing, "SMALL", 10**9)
+    (run / "report.html").mkdir()
+    assert "could not be written" in viewing.offer_page(diagnose(run))
 
 
 def test_columns_compress_what_they_hold():

@@ -37,6 +37,7 @@ def test_pictures_for_the_docs(tmp_path, monkeypatch):
         take(browser, wrong / "report.html", "verdict", "light")
         take(browser, wrong / "report.html", "curves", "dark", "#curves")
         take(browser, growing / "report.html", "heatmap", "dark", "#heatmap")
+        take(browser, growing / "report.html", "tensor", "light", "#heatmap", click=(0.4, 0.6))
         take(browser, tmp_path / "compared.html", "compare", "light")
         take(browser, growing / "report.html", "phone", "light", width=390, height=844)
     for picture in tmp_path.glob("*.png"):
@@ -48,12 +49,15 @@ def test_pictures_for_the_docs(tmp_path, monkeypatch):
             shutil.copy(picture, folder)
 
 
-def take(browser, file, name, scheme, part=None, **size):
+def take(browser, file, name, scheme, part=None, click=None, **size):
     tab = Tab(browser, file.as_uri(), scheme=scheme, **size)
     if part == "#heatmap":
         tab.page.select_option("#heatmap select", "output")
     if part:
         tab.ask(f"document.querySelector('{part}').scrollIntoView()")
+    if click:
+        box = tab.page.locator(".heat .overlay").bounding_box()
+        tab.page.mouse.click(box["x"] + click[0] * box["width"], box["y"] + click[1] * box["height"])
     tab.page.wait_for_timeout(300)
     assert str(file.parent) not in tab.text("#verdict")
     tab.page.screenshot(path=f"{name}.png")

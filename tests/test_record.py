@@ -86,7 +86,7 @@ def test_a_run_cut_at_any_byte_reads_what_is_whole(tmp_path, cut):
 def test_frames_are_read_when_they_are_asked_for(tmp_path):
     writer = RunWriter(tmp_path / "run", {})
     numbers = np.array([writer.add_tensor("gradient", name) for name in ("a", "b")])
-    for step in (0, 5, 9):
+    for step in (0, 9, 5):  # the steps before trouble are written after it
         writer.write_frame(STATISTICS_FRAME, step, numbers, np.full((2, len(STATISTICS)), float(step)))
     writer.close()
     frames = open_run(tmp_path / "run").frames

@@ -73,8 +73,8 @@ def offer_page(found: Diagnosis) -> str:
         if sum(file.stat().st_size for file in run.iterdir() if file.is_file()) <= SMALL:
             (run / "report.html").write_text(render_page([open_run(run)], [found]), encoding="utf-8")
             return f"page: {run / 'report.html'}"
-    except (OSError, UserError):
-        pass
+    except Exception as error:  # the diagnosis has been said; a script's end must not turn into a traceback
+        return f"page: could not be written ({type(error).__name__}: {error})"
     return f"page: gradproof report {run}"
 
 
@@ -151,7 +151,7 @@ class LivePage:
 
     def wait_for_reader(self) -> None:
         """At a terminal, the page stays until Ctrl-C; a batch job ends when its script does."""
-        if not self.url or not sys.stdin.isatty():
+        if not self.url or sys.stdin is None or not sys.stdin.isatty():
             return
         print(f"gradproof: the page stays at {self.url} until Ctrl-C", file=sys.stderr)
         try:

@@ -169,7 +169,8 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
             file=sys.stderr,
         )
     if outcome.steps or outcome.elsewhere:
-        print(f"\n{render_text(found, wants_color(sys.stderr))}{offer_page(found)}", file=sys.stderr)
+        print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
+        print(offer_page(found), file=sys.stderr)
     problem = why_nothing_was_trained(outcome, name)
     if problem:
         print(f"gradproof: {problem}", file=sys.stderr)

@@ -56,6 +56,10 @@ class Frames(Sequence[Frame]):
     def add(self, step: int, offset: int, rows: int) -> None:
         self._places.append((step, offset, rows))
 
+    def sort(self) -> None:
+        """By step: the last light steps before trouble are written after it."""
+        self._places.sort(key=lambda place: place[0])
+
     @property
     def steps(self) -> np.ndarray:
         return np.array([step for step, _, _ in self._places], dtype=np.int64)
@@ -284,6 +288,8 @@ def _find_frames(file: Path, notes: list[str]) -> dict[int, Frames]:
             else:
                 found[content].add(step, start, rows)
             offset = start + size
+    for frames in found.values():
+        frames.sort()
     if damaged:
         notes.append(f"{file.name}: {damaged} damaged frames are left out")
     if offset != end:

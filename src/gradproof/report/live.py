@@ -28,9 +28,7 @@ from gradproof.report.payload import pack_run
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "gradproof"
 LOOK_EVERY = 0.5  # seconds between two looks at the sizes of a run's files
-REST = (
-    4  # a run is read again after so many times what reading it took: a large one must not keep a core busy
-)
+REST = 4  # times what reading a run took until it is read again: a large one must not keep a core busy
 TAIL = 4096  # bytes from the end of steps.csv that hold its last row
 QUIET = 60.0  # seconds without a word after which a stream says that it is still there
 MOST_COMPARED = 8
@@ -63,9 +61,8 @@ class Runs:
             return {self.only: self.path}
         files = [*self.path.glob(f"*/{INFO_FILE}"), *self.path.glob(f"*/record/{INFO_FILE}")]
         inside = self.path.resolve()
-        folders = [
-            file.parent for file in files if file.resolve().is_relative_to(inside)
-        ]  # no link leads out
+        # no link leads out
+        folders = [file.parent for file in files if file.resolve().is_relative_to(inside)]
         return {folder.relative_to(self.path).as_posix(): folder for folder in folders}
 
     def summaries(self) -> list[dict[str, Any]]:
@@ -147,7 +144,8 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except OSError as error:
-            raise UserError(f"cannot serve at {host}:{port}: {error.strerror or error}") from None
+            reason = error.strerror or error
+            raise UserError(f"cannot serve at {host}:{port}: {reason}; --port 0 takes a free port") from None
 
     @property
     def url(self) -> str:
@@ -196,6 +194,8 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(404, str(error))
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+        except Exception as error:  # the page says it
+            self._refuse(500, f"{type(error).__name__}: {error}")
 
     def _may_read(self, query: dict[str, list[str]]) -> bool:
         token = self.server.token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -91,22 +92,23 @@ def thin_tensors(run: Run, fine: int, coarse: int) -> tuple[History, Details, La
     last = np.full((tensors, len(STATISTICS)), np.nan, dtype=np.float32)
     when = np.full(tensors, -1, dtype=np.int64)
     is_output = np.array([t["kind"].startswith("output") for t in run.tensors], dtype=bool)
+    chosen = [PLACE[name] for name in DETAILS[:-1]]
     extra_of = np.array([PLACE[EXTRA.get(t["kind"], "cosine")] for t in run.tensors], dtype=np.int64)
     for index, frame in enumerate(run.frames):
-        known = (
-            frame.numbers < tensors
-        )  # a growing run may have frames of tensors that run.json does not name yet
-        numbers, values = frame.numbers[known], frame.values[known]
-        size, flags = sizes(values, is_output[numbers])
-        row = fine_of[index]
-        measured = np.isfinite(size)
-        high[row, numbers] = np.fmax(high[row, numbers], np.where(measured, size, -np.inf))
-        low[row, numbers] = np.fmin(low[row, numbers], np.where(measured, size, np.inf))
-        bad[row, numbers] |= flags
-        chosen = values[:, [PLACE[name] for name in DETAILS[:-1]]]
-        details[coarse_of[index], numbers, :-1] = chosen
-        details[coarse_of[index], numbers, -1] = values[np.arange(len(numbers)), extra_of[numbers]]
-        last[numbers], when[numbers] = values, frame.step
+        known = frame.numbers < tensors  # a growing run may measure what its run.json does not name yet
+        values = frame.values if known.all() else frame.values[known]
+        rows = _as_slice(frame.numbers[known])
+        size, flags = sizes(values, is_output[rows])
+        stretch, measured = fine_of[index], np.isfinite(size)
+        high[stretch, rows] = np.fmax(high[stretch, rows], np.where(measured, size, -np.inf))
+        low[stretch, rows] = np.fmin(low[stretch, rows], np.where(measured, size, np.inf))
+        bad[stretch, rows] |= flags
+        last[rows], when[rows] = values, frame.step
+        ends = index + 1 == len(steps) or coarse_of[index + 1] != coarse_of[index]
+        if ends:  # of a longer stretch: what was seen last in it
+            here = when >= steps[np.searchsorted(coarse_of, coarse_of[index])]
+            details[coarse_of[index], here, :-1] = last[here][:, chosen]
+            details[coarse_of[index], here, -1] = last[here, extra_of[here]]
     unmeasured = np.isinf(high)
     high[unmeasured], low[unmeasured] = NOT_MEASURED, NOT_MEASURED
     return (
@@ -114,6 +116,13 @@ def thin_tensors(run: Run, fine: int, coarse: int) -> tuple[History, Details, La
         Details(*_edges(steps, coarse_of), details.transpose(2, 1, 0)),
         Last(when, last),
     )
+
+
+def _as_slice(numbers: np.ndarray) -> Any:
+    """Numbers that follow each other as a slice, which NumPy indexes without copying."""
+    if len(numbers) and (np.diff(numbers) == 1).all():
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 def sizes(values: np.ndarray, is_output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -124,6 +124,9 @@ function short(value) {
   return text.replace("e+", "e").replace("-", "−").replace("e-", "e−");
 }
 
+/** A statistic over finite entries: NaN there means that it was not measured. */
+const known = (value) => (Number.isNaN(value) ? "–" : short(value));
+
 /** The record writes what JSON cannot as "nan", "inf", "-inf". */
 function asNumber(value) {
   if (typeof value === "number") return value;

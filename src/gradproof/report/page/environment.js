@@ -39,7 +39,7 @@ function renderMoments(run, moments, onPick) {
     const first = run.number("adam_m", name);
     const m = first === undefined ? NaN : Math.hypot(run.lastOf(first, "mean"), run.lastOf(first, "std"));
     const root = Math.sqrt(Math.abs(run.lastOf(number, "mean")));
-    const cells = [m, root, m / root].map(short);
+    const cells = [m, root, m / root].map(known);
     return row(
       h("button", { class: "name" }, name),
       [...cells, percent(run.lastOf(number, "eps_share")), run.last.steps[number]],

@@ -304,6 +304,7 @@ class Heatmap {
 
   pick(step, y) {
     const cell = this.cellAt(step, y);
+    this.tip.hidden = true;
     if (cell) this.onPick(cell.number, this.layout.first[cell.bin]);
   }
 

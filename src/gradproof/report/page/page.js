@@ -98,15 +98,26 @@ function openPanel(run, number, step) {
     closePanel,
   );
   fill(document.getElementById("panel"), panel);
-  document.body.classList.add("with-panel");
+  makeRoom(true);
   if (ui.heat) ui.heat.drawCursor();
 }
 
 function closePanel() {
   ui.picked = null;
   document.getElementById("panel").replaceChildren();
-  document.body.classList.remove("with-panel");
+  makeRoom(false);
   if (ui.heat) ui.heat.drawCursor();
+}
+
+/** The page beside the panel is narrower, and so longer: what the reader looks at stays where it is. */
+function makeRoom(wanted) {
+  if (document.body.classList.contains("with-panel") === wanted) return;
+  const looked = [...document.querySelectorAll("main section")].findLast(
+    (each) => each.getBoundingClientRect().top < innerHeight / 2,
+  );
+  const before = looked?.getBoundingClientRect().top;
+  document.body.classList.toggle("with-panel", wanted);
+  if (looked) window.scrollBy({ top: looked.getBoundingClientRect().top - before, behavior: "instant" });
 }
 
 function renderHeader(run) {

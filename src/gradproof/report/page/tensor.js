@@ -156,7 +156,7 @@ function renderExponents(run, number) {
   canvas.height = rows;
   canvas.style.height = `${Math.min(160, rows * 8)}px`;
   canvas.getContext("2d").putImageData(image, 0, 0);
-  const power = (bin) => [h("span", {}, "2", h("sup", {}, String(packed.low + 2 * bin).replace("-", "−")))];
+  const power = (bin) => h("span", {}, "2", h("sup", {}, String(packed.low + 2 * bin).replace("-", "−")));
   const count = packed.percentages.length;
   const last = percentiles.subarray(
     (number * steps.length + steps.length - 1) * count,
@@ -175,10 +175,8 @@ function renderExponents(run, number) {
     h(
       "p",
       { class: "hint" },
-      `at the last of them ${percent((mine[size - packed.bins] / 255) ** 2)} are zero or below 2^${packed.low + 2}`.replace(
-        "^-",
-        "^−",
-      ),
+      `at the last of them ${percent((mine[size - packed.bins] / 255) ** 2)} are zero or below `,
+      power(1),
     ),
     Number.isNaN(last[0])
       ? null

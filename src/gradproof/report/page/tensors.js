@@ -6,9 +6,9 @@ const COLUMNS = [
   { id: "name", label: "tensor", text: true },
   { id: "spark", label: "over the run", unsorted: true },
   { id: "size", label: "norm or RMS", value: (run, n) => sizeOf(run, n) },
-  { id: "absmax", label: "|max|", value: (run, n) => run.lastOf(n, "absmax"), wide: true },
-  { id: "mean", label: "mean", value: (run, n) => run.lastOf(n, "mean"), wide: true },
-  { id: "std", label: "std", value: (run, n) => run.lastOf(n, "std"), wide: true },
+  { id: "absmax", label: "|max|", value: (run, n) => run.lastOf(n, "absmax"), show: known, wide: true },
+  { id: "mean", label: "mean", value: (run, n) => run.lastOf(n, "mean"), show: known, wide: true },
+  { id: "std", label: "std", value: (run, n) => run.lastOf(n, "std"), show: known, wide: true },
   {
     id: "zero",
     label: "zeros",
@@ -16,7 +16,7 @@ const COLUMNS = [
     show: percent,
     wide: true,
   },
-  { id: "growth", label: "last / first", value: (run, n) => growthOf(run, n), wide: true },
+  { id: "growth", label: "last / first", value: (run, n) => growthOf(run, n), show: known, wide: true },
   {
     id: "bad",
     label: "NaN, Inf",
