@@ -120,10 +120,10 @@ def functions_of(file: Path) -> list[tuple[str, str, str]]:
 
 
 def render_finding(diagnosis) -> str:
-    """The first finding as the terminal shows it."""
+    """The first finding as the terminal shows it, without the temporary directory."""
     from gradproof.report.text import render_text
 
-    return render_text(diagnosis).split("\n\n")[1]
+    return re.sub(r"(?<=\s)/\S+/(?=[\w-]+\.py)", "", render_text(diagnosis).split("\n\n")[1])
 
 
 def render_page(family: str, said: str) -> str:

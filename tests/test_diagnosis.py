@@ -702,3 +702,10 @@ def test_where_nothing_is_proven_two_next_experiments_are_named(written):
 
 def test_a_run_that_is_well_needs_no_next_experiment(written):
     assert diagnose(written(loss=np.linspace(2, 0.1, 80), lr=[1e-3] * 80).read()).next_steps == ()
+
+
+def test_the_loss_of_a_policy_may_stand_still(written):
+    made = written(loss=-0.3 + 0.1 * NOISE[:80], lr=[1e-3] * 80)
+    made.writer.set_info(facts={"policy_loss": True})
+    assert seen(made.read())["objective_standing"] == "note"
+    assert "loss_not_improving" in seen(written(loss=-0.3 + 0.1 * NOISE[:80], lr=[1e-3] * 80).read())

@@ -49,6 +49,16 @@ def test_a_layer_frozen_between_trained_ones(layer, found):
     assert not verdicts(model, torch.optim.SGD(trained, lr=0.01), memory=loaded)
 
 
+def test_a_layer_that_was_trained_before_it_was_frozen():
+    model = network()
+    before = torch.optim.SGD(model.parameters(), lr=0.01)
+    model[2].requires_grad_(False)
+    after = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    x = torch.randn(16, 4)
+    step = plain_step(model, after, lambda: model(x).square().mean())
+    assert not examine(does_the_optimizer_do_what_was_meant, model, [before, after], step)
+
+
 class Language(nn.Module):
     def __init__(self, tied):
         super().__init__()

@@ -110,11 +110,12 @@ def test_exporting_twice_leaves_one_file(run, tmp_path):
 
 def test_nan_and_inf_reach_tensorboard_as_they_are(tmp_path):
     writer = RunWriter(tmp_path / "run", {}, [TensorBoard()])
-    for step, loss in enumerate([1.0, float("nan"), float("inf")]):
+    for step, loss in enumerate([1.0, float("nan"), float("inf"), 1e39]):
         writer.write_step({"step": step, "loss": loss})
     writer.close()
     found = scalars(read_events(tmp_path / "run" / "tensorboard"), "loss")
     assert found[0] == 1.0 and np.isnan(found[1]) and found[2] == np.inf
+    assert found[3] == np.finfo(np.float32).max  # large, and finite
 
 
 def test_the_event_format():

@@ -1,6 +1,8 @@
 """Runs in the terminal: what a plot shows is where the numbers are, and every odd run shows something true."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -47,11 +49,19 @@ def test_what_is_not_finite_is_marked_at_its_step_and_not_drawn_over():
     assert " " in middle.strip(), "the line runs through the NaN"
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [np.nan], [np.inf, -np.inf], [3.0, 3.0], [-1.0, 1e30]])
+@pytest.mark.parametrize(
+    "values",
+    [[], [1.0], [np.nan], [np.inf, -np.inf], [3.0, 3.0], [-1.0, 1e30], [-1e308, 1e308], [5e-324, 1e308]],
+)
 def test_odd_curves_are_plotted(values):
     text = render_plot([line(range(len(values)), values)], height=4)
     assert ("nothing" in text) == (not values)
     assert ("!" in text) == any(not np.isfinite(v) for v in values)
+
+
+def test_steps_out_of_order_are_put_in_order():
+    steps, values = np.array([5, 6, 7, 0, 1, 2]), np.array([5.0, 6, 7, 0, 1, 2])
+    assert render_plot([Curve("a", steps, values)]) == render_plot([line(sorted(steps), sorted(values))])
 
 
 def test_a_log_scale_is_chosen_and_said():
@@ -147,6 +157,14 @@ def test_compare_in_the_terminal(run, tmp_path, capsys):
     assert re.search(r"--lr +– +3", out) and "• run   × other" in out and "\x1b" not in out
     assert main(["compare", run, str(other.path), "--json"]) == 0
     assert '"apart_since": [\n    null,\n    5\n  ]' in capsys.readouterr().out
+
+
+def test_looking_at_runs_needs_no_torch(run, tmp_path):
+    commands = [["show", run], ["show", run, "a.weight"], ["compare", run, run]]
+    commands += [["export", run, "--to", to, "--out", str(tmp_path / to)] for to in ("csv", "tensorboard")]
+    code = f"import sys\nfrom gradproof.cli import main\nfor c in {commands!r}: assert main(c) == 0\n"
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_compare_needs_two(run, capsys):

@@ -86,11 +86,11 @@ def add_export(commands: argparse._SubParsersAction) -> None:
         "export",
         help="a run as CSV or Parquet tables, or for TensorBoard or W&B",
         description="Writes a run for other tools. csv and parquet: two tables, steps and tensors. tensorboard: an "
-        "event file with every column and every tensor's norm and distribution. wandb: an offline run.",
+        "event file with loss, learning rate, norms and distributions. wandb: an offline run with the scalars.",
         epilog="example: gradproof export runs/a --to tensorboard && tensorboard --logdir runs/a",
     )
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--to", required=True, choices=("csv", "parquet", *SINKS))
+    parser.add_argument("--to", required=True, choices=("csv", "parquet", *SINKS), help="for which of them")
     parser.add_argument(
         "--out", metavar="DIR", help="where to (default: in the run, under the format's name)"
     )

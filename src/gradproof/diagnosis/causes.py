@@ -266,6 +266,7 @@ CAUSES = (
         experiments=(
             "is_rescaling_bounded",
             "does_normalisation_help",
+            "is_ones_own_norm_over_the_batch",
         ),
     ),
     Cause(

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
 from gradproof.diagnosis.findings import Symptom
-from gradproof.diagnosis.places import line_of
+from gradproof.diagnosis.places import facts, line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
 from gradproof.record.run import Run, Table
@@ -132,7 +132,7 @@ def is_an_objective(loss: np.ndarray) -> bool:
 
 def loss_not_improving(run: Run) -> Iterator[Symptom]:
     """The loss ends where it began, or higher."""
-    several = len(list(tracks(run))) > 1
+    several, policy = len(list(tracks(run))) > 1, facts(run, "policy_loss")
     for track in tracks(run):
         found = trend(track.loss)
         if found is None or found.points < 30 or found.fell or at_optimum(track):
@@ -141,12 +141,14 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
         if found.rose:
             # of two players, one may lose what the other wins
             name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
-            if not several and is_an_objective(track.loss):
+            if not several and (policy or is_an_objective(track.loss)):
                 name, level = "objective_rising", "note"
             yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
             name, level = ("player_standing", "note") if several else ("loss_not_improving", "warning")
+            if policy and not several:
+                name, level = "objective_standing", "note"
             yield _of(track, name, level, f"the loss does not improve: {numbers}", suspects)
 
 

@@ -105,13 +105,14 @@ def frozen_in_between(evidence: Evidence) -> Verdict | None:
     ):
         return None  # something was loaded: what is frozen may be what was learned before
     named = named_parameters(evidence)
+    held = {id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"]}  # now or before
     weights = {slot.index: slot.name for slot in evidence.tape.parameters}
     order: dict[str, bool] = {}  # matrices in the order of use -> trained
     for op in evidence.flow.layers:
         for slot in (evidence.flow.behind(s, VIEWS) for s in op.reads):
             name = weights.get(slot) or evidence.slot(slot).name
             if name in named and named[name].dim() >= 2:
-                order.setdefault(name, named[name].requires_grad)
+                order.setdefault(name, named[name].requires_grad or id(named[name]) in held)
     names = list(order)
     for place, name in enumerate(names):
         between = any(order[n] for n in names[:place]) and any(order[n] for n in names[place + 1 :])

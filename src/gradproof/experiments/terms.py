@@ -26,6 +26,8 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
+    if policies:  # what such a loss does over the steps says nothing about how well the policy does
+        evidence.memory.setdefault("facts", {})["policy_loss"] = True
     picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
     slots += [op.makes[0] for op in picks]

@@ -18,6 +18,7 @@ from gradproof.record.schema import PERCENTILES, STATISTICS
 from gradproof.record.sink import charted
 
 NORM, MIN, MAX = (STATISTICS.index(name) for name in ("norm", "min", "max"))
+LARGEST = float(np.finfo(np.float32).max)
 SHARES = np.diff([0, *PERCENTILES, 100]) / 100  # of the entries, between two percentiles
 
 
@@ -78,7 +79,9 @@ class TensorBoard:
 
 
 def scalar(tag: str, value: float) -> bytes:
-    """Summary.value with a tag and a simple_value."""
+    """Summary.value with a tag and a simple_value, a float32: a finite number stays finite."""
+    if np.isfinite(value):
+        value = float(np.clip(value, -LARGEST, LARGEST))
     return message(1, message(1, tag.encode()) + varint(2 << 3 | 5) + struct.pack("<f", value))
 
 

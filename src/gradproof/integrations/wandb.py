@@ -27,11 +27,12 @@ class WandB:
 
         place = self.directory or path
         place.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
         self._run = wandb.init(
             project=self._project,
             name=path.name,
             dir=str(place),
-            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+            mode=mode,
             config={key: info.get(key) for key in ("command", "versions", "source", "optimizers")},
             reinit="create_new",  # the script's own wandb.run stays as it is
             settings=wandb.Settings(console="off", silent=True, save_code=False),

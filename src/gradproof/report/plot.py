@@ -24,7 +24,7 @@ def render_plot(curves: Sequence[Curve], width: int = 96, height: int = 12, colo
 
     A scale of powers of ten is chosen where all values are positive and span more than a factor of 100.
     """
-    curves = [curve for curve in curves if len(curve.steps)]
+    curves = [_in_order(curve) for curve in curves if len(curve.steps)]
     finite = np.concatenate([c.values[np.isfinite(c.values)] for c in curves] or [np.empty(0)])
     if not curves:
         return "  (nothing was measured)"
@@ -40,12 +40,13 @@ def render_plot(curves: Sequence[Curve], width: int = 96, height: int = 12, colo
         place = ((curve.steps - first) * (across - 1) // max(1, last - first)).astype(int)
         values = np.where(np.isfinite(curve.values), curve.values, np.nan).astype(np.float64)
         trouble[place[np.isnan(values)] * columns // across] = True
-        rows = (high - (np.log10(values) if logarithmic else values)) / (high - low) * (down - 1)
+        values = np.log10(values) if logarithmic else values
+        rows = (high / 2 - values / 2) / (high / 2 - low / 2) * (down - 1)  # halves do not overflow
         _draw(cells, _trace(place, rows, across, down), number, dotted, color)
-    ends = (10**high, 10 ** ((low + high) / 2), 10**low) if logarithmic else (high, (low + high) / 2, low)
+    ends = [10**end if logarithmic else end for end in (high, low / 2 + high / 2, low)]
     lines = []
     for row in range(height):
-        label = {0: ends[0], height // 2: ends[1], height - 1: ends[2]}.get(row) if len(finite) else None
+        label = dict(zip((0, height // 2, height - 1), ends, strict=True)).get(row) if len(finite) else None
         lines.append(f"{'' if label is None else f'{label:.3g}':>9} ┤ {''.join(cells[row])}".rstrip())
     if trouble.any():
         lines.append(f"{'nan, inf':>9} ┤ {''.join('!' if t else ' ' for t in trouble)}".rstrip())
@@ -62,12 +63,19 @@ def sparkline(values: np.ndarray, width: int = 24) -> str:
     >>> sparkline(np.array([1.0, 2.0, 3.0, np.nan]))
     '▁▅█!'
     """
+    values = np.asarray(values, dtype=np.float64)
     groups = np.array_split(values, min(width, len(values))) if len(values) else []
     low, high = _range(values[np.isfinite(values)])
     return "".join(
         SPARKS[round((float(np.mean(g)) - low) / (high - low) * 7)] if np.isfinite(g).all() else "!"
         for g in groups
     )
+
+
+def _in_order(curve: Curve) -> Curve:
+    """By step: what was kept in case of trouble is written later than what came after it."""
+    order = np.argsort(curve.steps, kind="stable")
+    return Curve(curve.label, curve.steps[order], curve.values[order])
 
 
 def _range(values: np.ndarray) -> tuple[float, float]:
