@@ -112,8 +112,10 @@ def user_frames() -> Iterator[FrameType]:
 
 
 def own_frames() -> Iterator[FrameType]:
-    """The frames of code that is installed nowhere, innermost first; where all of it is (a trainer), of any."""
-    frames = list(user_frames())
+    """The frames of code that is installed nowhere, innermost first; where all of it is (a trainer), of libraries."""
+    frames = [
+        frame for frame in user_frames() if not frame.f_code.co_filename.startswith(("<frozen", *STANDARD))
+    ]
     yield from [frame for frame in frames if not is_installed(frame.f_code.co_filename)] or frames
 
 
