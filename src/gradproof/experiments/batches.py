@@ -42,7 +42,7 @@ class Batch:
     held: int  # different samples in the data that the batch was cut from; 0 when it came whole
     where: str | None
     alone: bool  # one optimizer: two may well take turns on a batch
-    chosen: bool  # its rows were chosen in this step, not taken by an index that was there before
+    rows: str  # drawn in this step; cut, always from the same place; or fixed, by an index that was there before
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
@@ -88,7 +88,7 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     held = known[-1].held if known else count_samples(evidence, slot)
     alone = len(evidence.optimizers) == 1
     batch = Batch(
-        evidence.step, fingerprints(value), held, flow.origin(slot), alone, is_chosen_now(evidence, slot)
+        evidence.step, fingerprints(value), held, flow.origin(slot), alone, how_chosen(evidence, slot)
     )
     for other in values.values():
         if other is not value and other.dim() and other.numel() % size == 0:
@@ -104,16 +104,21 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     return batch
 
 
-def is_chosen_now(evidence: Evidence, slot: int) -> bool:
-    """Whether a step chose its rows: by an index made in it, or one by one. A fixed index, or the first so many
-    rows, is what training on a fixed part of the data looks like."""
+def how_chosen(evidence: Evidence, slot: int) -> str:
+    """Whether a step drew its rows (by an index made in it, or one by one), cut a slice, or used a fixed index.
+
+    A fixed index is what training on a fixed part of the data looks like.
+    """
     flow = evidence.flow
     maker = flow.maker(flow.behind(slot, ALIASES - {"slice", "select"}))
-    if maker is None or maker.name in ("slice", "select"):
-        return False
+    if maker is None:
+        return "fixed"
+    if maker.name in ("slice", "select"):
+        return "cut"
     if maker.name.startswith(("index", "gather", "take")) and len(maker.reads) > 1:
-        return flow.maker(flow.behind(maker.reads[1], ALIASES - {"slice", "select"})) is not None
-    return True
+        made = flow.maker(flow.behind(maker.reads[1], ALIASES - {"slice", "select"}))
+        return "drawn" if made is not None else "fixed"
+    return "drawn"
 
 
 def count_samples(evidence: Evidence, slot: int) -> int:
@@ -203,13 +208,14 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
     size = len(batches[-1].prints)
     if len(set(sets)) == 1:
         held = batches[-1].held
-        if held < 2 * len(set(sets[0])) or not batches[-1].chosen:
+        if held < 2 * len(set(sets[0])) or batches[-1].rows == "fixed":
             return None  # all the data there is, or all that is meant for training
         return confirmed(
             f"{FAMILY}/same-batch",
             f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
             where=batches[-1].where,
             fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
+            level="problem" if batches[-1].rows == "drawn" else "warning",  # a part may be all that is meant
             confidence="likely",
             lasting=True,
         )
@@ -231,7 +237,7 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
 def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
     drawn = np.concatenate([batch.prints for batch in batches])
     distinct, size, last = len(np.unique(drawn)), len(batches[-1].prints), batches[-1]
-    if last.held >= 4 * distinct and distinct <= 2 * size and size > 1 and last.chosen:
+    if last.held >= 4 * distinct and distinct <= 2 * size and size > 1 and last.rows == "drawn":
         return confirmed(
             f"{FAMILY}/few-samples",
             f"{len(drawn)} samples were drawn in {len(batches)} taped steps, but only {distinct} different ones, "

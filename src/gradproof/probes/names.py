@@ -113,16 +113,19 @@ def user_frames() -> Iterator[FrameType]:
 
 def own_frames() -> Iterator[FrameType]:
     """The frames of code that is installed nowhere, innermost first; where all of it is (a trainer), of libraries."""
-    frames = [
-        frame for frame in user_frames() if not frame.f_code.co_filename.startswith(("<frozen", *STANDARD))
-    ]
-    yield from [frame for frame in frames if not is_installed(frame.f_code.co_filename)] or frames
+    frames = list(user_frames())
+    own = [frame for frame in frames if not is_installed(frame.f_code.co_filename)]
+    yield from own or [frame for frame in frames if is_library(frame.f_code.co_filename)]
 
 
 @functools.cache
 def is_installed(file: str) -> bool:
     """A library's file, or Python's own: not where a user would change something."""
-    return file.startswith(("<frozen", *STANDARD)) or "/site-packages/" in file or "/dist-packages/" in file
+    return file.startswith(("<frozen", *STANDARD)) or is_library(file)
+
+
+def is_library(file: str) -> bool:
+    return "/site-packages/" in file or "/dist-packages/" in file
 
 
 def user_line() -> str:
