@@ -1,4 +1,4 @@
-# make run    a broken training script, watched and diagnosed
+# make run    a fault planted in a training script, found, explained, and its fix tried
 # make test   lint, types and tests (make test-all adds the slow ones)
 # make docs   the documentation as a website, in site/
 # All set up everything they need; the set-up is skipped while its inputs have not changed.
@@ -8,16 +8,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all docs lint clean
+.PHONY: run test test-all docs lint browser clean
 
 run: $(READY)
-	@$(BIN)/gradproof run examples/broken_transformer.py
+	@$(BIN)/gradproof demo
 
-test: lint
-	$(BIN)/pytest -n 2 -q -m "not slow"
+test: lint browser
+	$(BIN)/pytest -n 2 -q -rs -m "not slow"
 
-test-all: lint
-	$(BIN)/pytest -n 2 -q
+test-all: lint browser
+	$(BIN)/pytest -n 2 -q -rs
 
 docs: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -27,6 +27,15 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The page is tested in a real browser: Debian's chromium, installed if it can be; without one those tests skip, and say so.
+browser:
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium for the tests of the page"; \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core) \
+			>/dev/null || echo "chromium could not be installed: the tests of the page will skip"; \
+	else echo "no chromium, and no right to install it: the tests of the page will skip"; fi
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) with PyTorch: minutes, once"

@@ -147,9 +147,8 @@ class Variant:
         self._left = time.perf_counter()
         if not plain:
             path = f"{tempfile.mkdtemp()}/run"
-            self.session = open_session(
-                path, command=[name], names=Names([model]), schedule=schedule, compiled=True
-            )
+            self.session = open_session(path, command=[name], names=Names([model]), schedule=schedule)
+            self.session.something_compiled(model)
 
     def begin(self) -> AbstractContextManager:
         if self.session is None:

@@ -211,46 +211,34 @@ def linear_table(n: int, d: int, v: int) -> dict:
     return row
 
 
-def linear_slabs(n: int, d: int, v: int) -> dict:
-    """Milliseconds by the bytes of the slab, and of its pieces."""
+def linear_pieces(n: int, d: int, v: int) -> dict:
+    """Milliseconds of the pieces of linear_cross_entropy, all rows, each alone."""
     from gradproof.kernels import linear_cross_entropy as module
     from gradproof.kernels import triton_loss
 
     h, w, y = linear_inputs(n, d, v)
-    row = {}
-    before = module.SLAB_BYTES
-    for mib in (256, 512, 1024, 2048):
-        module.SLAB_BYTES = mib << 20
-        rows = module.slab_rows(v, h.dtype, True, d)
-        row[f"{mib} MiB, rows {rows}"] = gpu_ms(
-            forward_backward(lambda: linear_cross_entropy(h, w, y), h, w), 4, 2
-        )
-    module.SLAB_BYTES = before
-    rows, many, _ = module.slab_rows(v, h.dtype, True, d)
-    many = min(many, n)
-    hs, ws = h.detach(), w.detach()
-    logits = torch.empty(rows, v, device="cuda")
-    dlogits = torch.randn(many, v, device="cuda", dtype=torch.bfloat16)
-    sum_dw = torch.zeros(v, d, device="cuda")
+    w = module._padded(w.detach())
+    h, stride = h.detach(), len(w)
+    rows, many, _ = module.slab_rows(n, 4 * stride, module.SLAB_BYTES, False, v * d // stride, 2 * d)
+    logits = torch.empty(rows, stride, device="cuda")
+    dlogits = torch.randn(many, stride, device="cuda", dtype=torch.bfloat16)
+    sum_dw = torch.zeros(stride, d, device="cuda", dtype=torch.bfloat16 if many == n else torch.float32)
     dh = torch.empty(many, d, device="cuda", dtype=torch.bfloat16)
     scale = triton_loss.mean_scale(y, None, None, -100)
-    options = LossOptions()
-    into = lambda add: module.multiply(dlogits.mT, hs[:many], out=sum_dw, add=add)  # noqa: E731
-    row["all: logits, float32 out"] = n / rows * gpu_ms(lambda: module.multiply(hs[:rows], ws.mT, out=logits))
-    row["all: dhidden"] = n / many * gpu_ms(lambda: torch.mm(dlogits, ws, out=dh))
-    row["all: dweight +="] = n / many * gpu_ms(lambda: into(True))
-    row["all: dweight ="] = n / many * gpu_ms(lambda: into(False))
-    row["all: loss"] = (
-        n
-        / rows
-        * gpu_ms(
-            lambda: triton_loss.losses_and_gradient(
-                logits, y[:rows], None, None, options, scale, dlogits[:rows]
-            )
+
+    def loss():
+        return triton_loss.losses_and_gradient(
+            logits[:, :v], y[:rows], None, None, LossOptions(), scale, dlogits[:rows, :v]
         )
-    )
-    row["dweight to bf16"] = gpu_ms(lambda: sum_dw.bfloat16())
-    return row
+
+    return {
+        "rows": [rows, many],
+        "logits, float32": n / rows * gpu_ms(lambda: module.multiply(h[:rows], w.mT, out=logits)),
+        "loss": n / rows * graph_ms(loss),
+        "dhidden": n / many * gpu_ms(lambda: torch.mm(dlogits, w, out=dh)),
+        "dweight": n / many * gpu_ms(lambda: module.multiply(dlogits.mT, h[:many], out=sum_dw, add=many < n)),
+        "dweight to bf16": 0.0 if many == n else gpu_ms(lambda: sum_dw.bfloat16()),
+    }
 
 
 # ---- statistics
@@ -275,7 +263,7 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
     return [(50257, d), (1024, d), *12 * block, (d,), (d,)]
 
 
-def stats_table(device: str) -> dict:
+def stats_table(device: str, launches: bool = False) -> dict:
     g = torch.Generator(device).manual_seed(0)
     measure = gpu_ms if device == "cuda" else cpu_ms
     out = {}
@@ -295,7 +283,8 @@ def stats_table(device: str) -> dict:
             row["share of copy rate"] = row["limit"] / row["gradproof"]
             row["gradproof in a graph"] = graph_ms(lambda t=tensors: tensor_stats(t))
             row["share of copy rate in a graph"] = row["limit"] / row["gradproof in a graph"]
-            row.update(stats_sweep(tensors))
+            if launches:
+                row.update(stats_sweep(tensors))
         found, exact = tensor_stats(tensors), torch.cat([look_closely(x.reshape(1, -1)) for x in tensors])
         error = (found - exact).abs() / exact.abs().clamp_min(1e-300)
         worst = {c: e for c, e in zip(COLUMNS, error.amax(0).tolist(), strict=True) if e}
@@ -424,7 +413,7 @@ def warm_in_parallel() -> dict:
 
 
 def gpu_tests(budget: float) -> dict:
-    names = ("tensor_stats", "operators", "cross_entropy", "linear_cross_entropy")
+    names = ("cuda_loss", "tensor_stats", "operators", "cross_entropy", "linear_cross_entropy")
     tests = [f"tests/test_{name}.py" for name in names]
     root = Path(__file__).parent.parent
     command = [
@@ -472,21 +461,22 @@ def cpu_cross_entropy(n: int = 1024, v: int = 50257) -> dict:
     return row
 
 
-def on_gpu(budget: float) -> None:
-    section("warm", warm_in_parallel)
+def on_gpu(budget: float, launches: bool) -> None:
     section("copy rate", copy_rate)
-    for dtype, n, v in CE_SHAPES:
-        name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
-        section(f"launches {name}", sweep, dtype, n, v, budget)
+    if launches:
+        section("warm", warm_in_parallel)
+        for dtype, n, v in CE_SHAPES:
+            name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
+            section(f"launches {name}", sweep, dtype, n, v, budget)
     section("waiting", no_waiting)
     section("graph", in_a_graph)
     section("repeats", repeats)
-    section("tensor_stats GPT-2 124M", stats_table, "cuda")
+    section("tensor_stats GPT-2 124M", stats_table, "cuda", launches)
     for shape in LINEAR_SHAPES:
         if seconds_left(budget) > 30:
             section(f"linear_cross_entropy {'x'.join(map(str, shape))}", linear_table, *shape)
-    for shape in LINEAR_SHAPES:
-        section(f"slabs {'x'.join(map(str, shape))}", linear_slabs, *shape)
+    for shape in LINEAR_SHAPES if launches else ():
+        section(f"pieces of {'x'.join(map(str, shape))}", linear_pieces, *shape)
     for dtype, n, v in CE_SHAPES:
         name = f"{str(dtype).removeprefix('torch.')} {n}x{v}"
         if seconds_left(budget) > 20:
@@ -507,6 +497,11 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=460, help="leave out what does not fit into this time"
     )
+    parser.add_argument(
+        "--launches",
+        action="store_true",
+        help="time every way to launch the Triton kernels, and the pieces of linear_cross_entropy",
+    )
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.warm:
@@ -517,7 +512,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     machine = torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()
     RESULTS.update(out=str(args.out), machine=f"{machine}, torch {torch.__version__}")
-    on_gpu(args.seconds) if gpu else on_cpu()
+    on_gpu(args.seconds, args.launches) if gpu else on_cpu()
     (args.out / "kernels.md").write_text(render_table())
     print(render_table())
 

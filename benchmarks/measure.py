@@ -39,10 +39,15 @@ def section(name: str, function, *args):
 
 
 def gpu_ms(function, repetitions: int = 10, warm: int = 3) -> float:
-    """Median milliseconds between two events around the call."""
+    """Median milliseconds of the GPU between two events around the call, launched ahead, as in training."""
     for _ in range(warm):
         function()
     torch.cuda.synchronize()
+    begin = time.perf_counter()
+    function()
+    host = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9 * min(host * repetitions * 1.5, 0.2)))  # cycles, so that the host gets ahead
     times = []
     for _ in range(repetitions):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

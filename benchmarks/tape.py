@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import sys
 import time
 import traceback
@@ -166,22 +167,43 @@ def with_hugging_face(origin):
 
 
 def with_torchlens(origin):
+    """A loss that is bad by find_nan, else by bisect_nan_backward; any frame of what it names counts as its line."""
     import torchlens
 
     model, batch = tape_nans.build(origin)
+    if not math.isfinite(float(model(*batch))):
+        found = torchlens.debug.find_nan(model, list(batch), capture=torchlens_options())
+        lines = [found.source_line.rsplit(":", 1)] if found.source_line else []
+        return place([(file, int(number)) for file, number in lines], origin)
     try:
-        history = torchlens.log_forward_pass(model, list(batch), layers_to_save="all")
-    except Exception:
+        trace, birth = torchlens_backward(model, batch)
+    except AttributeError:  # 2.36.1 on an operator with several results: EqualEigenvalues
+        birth = None
+    if birth is None:
         return "-"
-    bad = next(
-        (
-            layer
-            for layer in history
-            if not bool(torch.isfinite(torch.as_tensor(layer.tensor_contents)).all())
-        ),
-        None,
+    context = trace[birth.op_label].code_context if birth.op_label else ()
+    named = place([(frame.file, frame.line_number) for frame in context], origin)
+    return named if named != "-" or birth.module != "bad" else "module"
+
+
+def torchlens_options(**options):
+    """Every layer by itself, and torch as it was afterwards."""
+    import torchlens
+
+    return torchlens.options.CaptureOptions(
+        recurrence_detection=False, save_code_context=True, unwrap_when_done=True, **options
     )
-    return "module" if bad is not None and "bad" in str(bad.containing_module_origin) else "-"
+
+
+def torchlens_backward(model, batch):
+    import torchlens
+
+    trace = torchlens.trace(
+        model, list(batch), capture=torchlens_options(save_grads=True, backward_ready=True)
+    )
+    loss = next(op.out for op in trace if op.is_output)
+    trace.log_backward(loss)
+    return trace, torchlens.debug.bisect_nan_backward(trace).birth
 
 
 def available():
@@ -197,20 +219,20 @@ def print_comparison():
     tools = available()
     origins = [(c, "forward") for c in tape_nans.FORWARD] + [(c, "backward") for c in tape_nans.BACKWARD]
     print("\nplanted origin             born in  " + "".join(f"{name:>16s}" for name, _ in tools))
-    counts = {name: {"line": 0, "module": 0, "-": 0} for name, _ in tools}
-    for origin, phase in origins:
-        answers = []
-        for name, function in tools:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                answers.append(function(origin))
-            counts[name][answers[-1]] += 1
-        print(f"{origin.__name__:26s} {phase:9s}" + "".join(f"{answer:>16s}" for answer in answers))
-    for level in ("line", "module", "-"):
-        row = "".join(f"{counts[name][level]:>16d}" for name, _ in tools)
-        print(f"{'placed by ' + level if level != '-' else 'not placed':36s}" + row)
-    print(f"{'cost, × a plain step':36s}" + "".join(f"{cost(name):>16.2f}" for name, _ in tools))
     silent = sum(with_healthy(origin) for origin in tape_nans.HEALTHY)
+    found, costs = {}, {}
+    for name, function in tools:  # one after another: a tool that stops in the middle may leave torch wrapped
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            costs[name] = cost(name)
+            found[name] = [function(origin) for origin, _ in origins]
+    for number, (origin, phase) in enumerate(origins):
+        row = "".join(f"{found[name][number]:>16s}" for name, _ in tools)
+        print(f"{origin.__name__:26s} {phase:9s}" + row)
+    for level in ("line", "module", "-"):
+        row = "".join(f"{found[name].count(level):>16d}" for name, _ in tools)
+        print(f"{'placed by ' + level if level != '-' else 'not placed':36s}" + row)
+    print(f"{'cost, × a plain step':36s}" + "".join(f"{costs[name]:>16.2f}" for name, _ in tools))
     print(f"gradproof is silent on {silent} of {len(tape_nans.HEALTHY)} healthy models full of −inf and NaN")
 
 
@@ -243,7 +265,8 @@ def cost(tool):
         with contextlib.redirect_stdout(io.StringIO()):
             DebugUnderflowOverflow(model)
             return seconds(step, 3)[0] / plain
-    return float("nan")
+    ids = torch.randint(0, 512, (8, 129))
+    return seconds(lambda: torchlens_backward(model, (ids[:, :-1], ids[:, 1:])))[0] / plain
 
 
 def main():

@@ -224,7 +224,9 @@ def measure_gpu(
         for name, training, watch, schedule in variants:
             out = f"{folder}/{len(seconds)}"
             with (
-                gradproof.watch(training.model, training.optimizer, out=out, schedule=schedule)
+                gradproof.watch(
+                    training.model, training.optimizer, out=out, schedule=schedule, experiments=False
+                )
                 if watch
                 else nullcontext()
             ):

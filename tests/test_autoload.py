@@ -137,3 +137,7 @@ def test_spawned_ranks_are_watched(python):
     losses, norms = ([run.steps[key].tolist() for run in runs] for key in ("loss", "grad_norm"))
     assert losses[0] != losses[1] and norms[0] == norms[1]  # each its own data, one averaged gradient
     assert [p["name"] for p in runs[1].info["parameters"]] == ["weight", "bias"]
+    assert runs[0].info["cost"]["taped_steps"] >= 2 and runs[1].info["cost"]["taped_steps"] == 0
+    assert not [event for event in runs[0].events if event["event"] == "experiment_failed"]
+    lines = runs[0].info["facts"]["lines"]  # made before the optimizer, and noted all the same
+    assert {"init_process_group", "manual_seed", "ddp", "synchronised forward"} <= set(lines)

@@ -1,6 +1,7 @@
 """Modes, loads, schedules, clips and settings: each slip planted in a small watched loop, and a healthy twin."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradproof
+from gradproof.diagnosis import bookkeeping
+from gradproof.record.run import open_run
+from gradproof.record.writer import RunWriter
 
 
 class Net(nn.Module):
@@ -31,7 +35,7 @@ def train(
     optimizer = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=0.05)
     x = torch.randn(16 * batches, 4)
     y = x[:, :1] - x[:, 1:2]
-    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+    with gradproof.watch(model, optimizer, out=tmp_path / "run", experiments=False):
         for _ in range(epochs):
             model.train()
             for rows in range(0, len(x), 16):
@@ -203,7 +207,7 @@ def accumulate(tmp_path, when_to_step, clear_each=False):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+    with gradproof.watch(model, optimizer, out=tmp_path / "run", experiments=False):
         for _ in range(10):
             for i in range(16):
                 if clear_each:
@@ -224,3 +228,16 @@ def test_windows_of_micro_batches(tmp_path):
     assert uneven == {"grad-accumulation-error/uneven-windows"}
     cleared = accumulate(tmp_path / "d", lambda i: (i + 1) % 4 == 0, clear_each=True)
     assert cleared == {"grad-accumulation-error/overwritten"}
+
+
+@pytest.mark.parametrize("norm, found", [(math.inf, True), (1e6, False)])
+def test_a_clip_that_makes_nan_of_infinity(norm, found, tmp_path):
+    writer = RunWriter(tmp_path / "run", {"facts": {"lines": {"clip": ["train.py:7"]}}})
+    for step in range(8):
+        last = step == 7
+        row = {"step": step, "loss": 1.0, "order": "zbcs", "lr": 0.1, "clip_limit": 1.0}
+        row |= {"norm_before_clip": norm if last else 2.0, "grad_norm": math.nan if last else 1.0}
+        writer.write_step(row)
+    writer.close()
+    seen = list(bookkeeping.clip_of_infinity(open_run(tmp_path / "run")))
+    assert [(s.step, s.where) for s in seen] == ([(7, "train.py:7")] if found else [])

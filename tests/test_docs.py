@@ -135,3 +135,16 @@ def test_the_tree_is_the_tree():
 def test_every_package_is_in_the_table_of_imports():
     design = (DOCS / "design.md").read_text()
     assert {p.name for p in PACKAGES} <= set(re.findall(r"^\| (\w+) \|", design, re.M))
+
+
+def test_make_run_is_the_demo_that_the_readme_promises():
+    (recipe,) = re.findall(r"^run: .*\n\t@\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert recipe == "gradproof demo"
+    assert re.search(r"^make run +# gradproof demo:", (ROOT / "README.md").read_text(), re.M)
+
+
+def test_the_demo_plants_a_fault_that_exists():
+    from gradproof.commands.watching import DEMO
+    from gradproof.faults.catalogue import FAULTS
+
+    assert DEMO in {fault.name for fault in FAULTS}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import trainings
 from torch import nn
 
+from gradproof.diagnosis.findings import Exclusion
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.experiments import examination
 from gradproof.experiments.evidence import confirmed, excluded
@@ -19,12 +20,13 @@ from gradproof.probes.names import Names
 from gradproof.probes.taping import Taping
 from gradproof.probes.watch import open_session
 from gradproof.record.run import open_run
+from gradproof.record.writer import RunWriter
 
 
-def examine(path, training):
+def examine(path, training, **options):
     """Run a training, watched and examined as `gradproof run` does it; what the training returned."""
     session = open_session(path, command=["test"], names=Names())
-    session.taping = Taping(session.names, Examination(session))
+    session.taping = Taping(session.names, Examination(session), **options)
     with attach(session):
         try:
             return training()
@@ -119,6 +121,16 @@ def test_a_nan_is_caught_in_the_act(tmp_path):
     assert "(7, 2)" in " ".join(cause.evidence)  # the entry of the batch it came from
 
 
+def test_every_gradient_s_error_is_kept_for_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(examination, "MOST_SHADOWS", 2)
+    examine(tmp_path / "run", regression)
+    shadows = [event for event in open_run(tmp_path / "run").events if event["event"] == "shadow"]
+    assert len(shadows) == 2
+    found = {each["name"]: each for each in shadows[0]["parameters"]}
+    assert sorted(found) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert all(each["verdict"] == "right" and each["error"] <= each["tolerance"] for each in found.values())
+
+
 def test_an_experiment_that_fails_is_noted_and_left_out(tmp_path, monkeypatch):
     def broken(evidence):
         raise RuntimeError("planted")
@@ -165,5 +177,31 @@ def test_the_last_verdict_of_an_experiment_counts_unless_an_earlier_one_is_lasti
         ("a", excluded("lr-too-high", "no longer")),
     )
     assert found.causes[0].id == "lr-too-high/x"
-    found = write_verdicts(tmp_path / "run", ("a", confirmed("lr-too-high/x", "seen", if_troubled=True)))
+    found = write_verdicts(tmp_path / "run", ("a", confirmed("bad-init/x", "seen", if_troubled=True)))
     assert found.worst == "note"  # this training shows no trouble
+    found = write_verdicts(tmp_path / "run", ("a", confirmed("lr-too-high/x", "seen", if_troubled=True)))
+    assert not found.causes  # a little too high at one step and too low at another: every good rate is
+
+
+def test_an_exclusion_clears_what_it_measured_when_it_measured_it():
+    by_id = Exclusion("data-order-or-sampling", "mixed", "data-order-or-sampling/sorted-by-class", step=40)
+    assert by_id.covers("data-order-or-sampling/sorted-by-class", 10)
+    assert not by_id.covers("data-order-or-sampling/same-batch", 10)
+    whole = Exclusion("lr-too-high", "each step lowers its loss", step=40)
+    assert whole.covers("lr-too-high/diverged", 40) and not whole.covers("lr-too-high/diverged", 5000)
+
+
+def test_a_loss_that_rises_long_after_the_last_tape_is_still_suspected(tmp_path):
+    examine(tmp_path / "run", lambda: regression(steps=8))
+    exclusion = json.dumps(
+        {"event": "verdict", "experiment": "a", "step": 3, **vars(excluded("lr-too-high", "x"))}
+    )
+    loss = [1.0] * 30 + [float(i) for i in range(1, 51)]
+    for steps, suspected in ((loss, True), (loss[:8], False)):
+        writer = RunWriter(tmp_path / f"run{len(steps)}", {})
+        for step, value in enumerate(steps):
+            writer.write_step({"step": step, "loss": value, "order": "zbs", "lr": 0.1})
+        writer.close()
+        (tmp_path / f"run{len(steps)}" / "events.jsonl").write_text(exclusion + "\n")
+        causes = diagnose(tmp_path / f"run{len(steps)}").causes
+        assert bool([c for c in causes if c.family == "lr-too-high"]) == suspected

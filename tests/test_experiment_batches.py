@@ -44,6 +44,12 @@ def test_few_rows_of_many(rows, id):
     assert said.id == f"data-order-or-sampling/{id}" and "test_experiment_batches.py" in said.where
 
 
+def test_a_fixed_part_of_the_data_may_be_all_that_is_trained_on():
+    labelled = torch.randperm(600)[:30]  # few labels, known before training
+    assert last_verdict(lambda model, n: take(model, labelled)).verdict == "excluded"  # labels are mixed
+    assert last_verdict(lambda model, n: take(model, slice(0, 30))).verdict == "excluded"
+
+
 def test_labels_sorted_or_rare():
     in_order = LABELS.sort().values
     said = last_verdict(lambda model, n: take(model, torch.arange(45) + 45 * n, in_order))

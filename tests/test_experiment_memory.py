@@ -1,6 +1,7 @@
 """Stacks of one buffer, targets changed together with inputs, lost averages; and clones, and lerps."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,19 @@ def test_replay_of_one_buffer(kept):
     model = nn.Linear(4, 1)
     found = verdicts(model, lambda: model(torch.stack(memory)).pow(2).mean())
     assert ids(found) == ({"aliasing-or-inplace/one-buffer"} if kept == "view" else set())
+
+
+def test_of_one_buffer_the_line_that_hands_it_out_is_named():
+    state, memory, model = torch.zeros(2, 2), [], nn.Linear(4, 1)
+
+    def loss():
+        for t in range(8):
+            state.fill_(float(t))
+            memory.append(state.flatten())
+        return model(torch.stack(memory)).pow(2).mean()
+
+    number = int(verdicts(model, loss)[0].where.rpartition(":")[2])
+    assert "memory.append(state.flatten())" in Path(__file__).read_text().splitlines()[number - 1]
 
 
 def test_rows_of_one_large_buffer_are_silent():

@@ -70,3 +70,29 @@ def test_frozen_parts_are_silent():
     model = Stack()
     model.layers.requires_grad_(False)
     assert not verdicts(model, model.head.parameters())
+
+
+def two_models(judge_in_eval):
+    """An encoder and a decoder of their own; only the decoder is given to the optimizer."""
+    torch.manual_seed(0)
+    encoder, decoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Stack()
+    encoder.train(not judge_in_eval)
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.01)
+    x = torch.randn(8, 4)
+    step = plain_step(decoder, optimizer, lambda: decoder(encoder(x)).pow(2).mean())
+    return examine(does_the_optimizer_hold_everything, decoder, optimizer, step)
+
+
+def test_a_model_of_its_own_that_no_optimizer_has_is_named():
+    (found, *_) = two_models(judge_in_eval=False)
+    assert found.id == "param-not-updated/not-in-optimizer" and found.where == "encoder"
+
+
+def test_a_model_that_only_judges_is_silent():
+    assert not two_models(judge_in_eval=True)
+
+
+def test_a_plain_list_is_named_with_its_line():
+    model = Stack(registered=False)
+    (found, *_) = verdicts(model, model.parameters())
+    assert found.where.startswith("layers (test_experiment_owners.py:")

@@ -1,5 +1,8 @@
 """Numbers of the wrong size are named with the value to divide by; standardised ones are excluded."""
 
+import re
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
@@ -56,3 +59,19 @@ def test_raw_targets_are_a_problem_where_nothing_is_learned():
     evidence = evidence_of(model, lambda: F.mse_loss(model(X), 300 + 90 * Y), step=100)
     (said,) = [v for v in are_numbers_of_a_fitting_size(evidence) if v.id]
     assert not said.if_troubled and said.confidence == "proven"
+
+
+def test_numbers_of_the_wrong_size_are_followed_to_where_they_are_made():
+    model = nn.Linear(6, 1)
+    raw = 300 + 90 * torch.randn(64, 1)
+    targets = raw
+
+    def loss():
+        return F.mse_loss(model(X), targets[: len(X)])
+
+    evidence = evidence_of(model, loss, step=100)
+    said = [v for v in are_numbers_of_a_fitting_size(evidence) if v.id == "input-or-target-scale/raw-targets"]
+    (made,) = [line for line in said[0].evidence if line.startswith("these numbers are made at")]
+    lines = Path(__file__).read_text().splitlines()
+    named = [lines[int(number) - 1].strip() for number in re.findall(r":(\d+)", made)]
+    assert named == ["targets = raw", "raw = 300 + 90 * torch.randn(64, 1)"]

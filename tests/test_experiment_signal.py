@@ -72,3 +72,48 @@ class Micro(nn.Module):
 @pytest.mark.parametrize("model", [Stack(1.0), Recurrent(1.0), Micro()])
 def test_signals_that_keep_their_size_are_silent(model):
     assert not verdicts(model)
+
+
+class Cell(nn.Module):
+    """A recurrence of two weights: one for what comes in, one for what comes back."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.wx, self.wh = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        nn.init.orthogonal_(self.wh.weight, gain)
+
+    def forward(self, x, state):
+        return self.wx(x) + self.wh(state)
+
+
+class TwoWeights(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.cell = Cell(gain)
+
+    def forward(self, x):
+        state = torch.zeros_like(x)
+        for _ in range(20):
+            state = self.cell(x, state)
+        return state
+
+
+@pytest.mark.parametrize("gain", [3.0, 0.2])
+def test_of_a_recurrence_the_weight_that_comes_back_is_named(gain):
+    assert verdicts(TwoWeights(gain))[0].where == "cell.wh"
+
+
+def test_a_validation_before_the_step_is_not_taken_for_it():
+    torch.manual_seed(0)
+    model = Stack(4.0, activation=torch.relu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    x = torch.randn(16, 8)
+    train = plain_step(model, optimizer, lambda: model(x).mean())
+
+    def step():
+        with torch.no_grad():
+            model(x)
+        return train()
+
+    (found,) = examine(where_does_the_signal_go, model, optimizer, step, steps=1)
+    assert "its gradient from" in found.evidence[0]

@@ -1,6 +1,7 @@
 """Targets, teachers and baselines with gradient, and the same with it stopped; contrasts that want both sides."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,11 @@ def test_bootstrapped_return(stopped, compare):
         target = reward + 0.9 * model["q"](then).max(dim=1).values
         return compare(model["q"](now)[:, 0], target.detach() if stopped else target)
 
-    assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/target"})
+    found = verdicts(model, loss)
+    assert ids(found) == (set() if stopped else {"missing-stop-gradient/target"})
+    if found:  # where the target is made, not where it is compared
+        number = int(found[0].where.rpartition(":")[2])
+        assert Path(__file__).read_text().splitlines()[number - 1].strip().startswith("target = reward +")
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -110,3 +115,25 @@ def test_divergence_of_two_outputs_of_one_pass_is_silent():
         return -0.5 * (1 + spread - mean.pow(2) - spread.exp()).mean()
 
     assert not verdicts(model, loss)
+
+
+@pytest.mark.parametrize("how", ["detached", "pulled", "soft labels", "both ways", "one network twice"])
+def test_distillation(how):
+    model = nn.ModuleDict({"teacher": nn.Linear(4, 5), "student": nn.Linear(4, 5)})
+    x = torch.randn(6, 4)
+
+    def kl(prediction, target):
+        return F.kl_div(F.log_softmax(prediction / 2, 1), F.softmax(target / 2, 1), reduction="batchmean")
+
+    def loss():
+        teacher, student = model["teacher"](x), model["student"](x)
+        if how == "both ways":  # two networks that teach each other
+            return kl(student, teacher) + kl(teacher, student)
+        if how == "one network twice":
+            return kl(student, model["student"](x + 0.1 * torch.randn_like(x))) + teacher.square().mean()
+        if how == "soft labels":
+            return F.cross_entropy(student, F.softmax(teacher, 1))
+        return kl(student, teacher.detach() if how == "detached" else teacher)
+
+    wrong = how in ("pulled", "soft labels")
+    assert ids(verdicts(model, loss)) == ({"missing-stop-gradient/target"} if wrong else set())

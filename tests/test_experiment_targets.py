@@ -24,6 +24,18 @@ def test_rows_of_another_batch():
     assert not confirmed_ids(do_targets_belong_to_inputs, chosen)
 
 
+def test_rows_of_many_samples_cast_to_sixteen_bits():
+    many, labels = torch.randn(9000, 5), torch.arange(9000) % 4
+    model, rows = nn.Linear(5, 4).bfloat16(), torch.randint(0, 9000, (32,))
+    cast = lambda: model(many[rows].bfloat16()).float()  # noqa: E731
+    right = evidence_of(model, lambda: F.cross_entropy(cast(), labels[rows]))
+    wrong = evidence_of(model, lambda: F.cross_entropy(cast(), labels[torch.randint(0, 9000, (32,))]))
+    assert not confirmed_ids(do_targets_belong_to_inputs, right)
+    assert confirmed_ids(do_targets_belong_to_inputs, wrong) == [
+        "data-target-misaligned/rows-of-another-batch"
+    ]
+
+
 def test_noise_that_nobody_has_seen():
     model = nn.Linear(5, 5)
 

@@ -59,15 +59,68 @@ def test_an_adversary_beside_the_loss_is_a_warning():
 
 
 def test_policy_gradient():
-    model, weight = nn.Linear(5, 3), torch.randn(20)
+    model, rewards = nn.Linear(5, 3), torch.randn(20)
 
     def step(sign):
         policy = torch.distributions.Categorical(logits=model(X))
-        return sign * (policy.log_prob(policy.sample()) * weight).mean()
+        return sign * (policy.log_prob(policy.sample()) * rewards).mean()
 
     wrong, right = (evidence_of(model, lambda s=s: step(s)) for s in (1, -1))
-    assert confirmed_ids(is_the_loss_the_right_way_up, wrong) == ["loss-scale-or-sign/policy-sign"]
+    found = list(is_the_loss_the_right_way_up(wrong))
+    assert [(v.id, v.level) for v in found] == [("loss-scale-or-sign/policy-sign", "problem")]
     assert not confirmed_ids(is_the_loss_the_right_way_up, right)
+
+
+@pytest.mark.parametrize("sign, found", [(1, ["loss-scale-or-sign/policy-sign"]), (-1, [])])
+def test_a_policy_that_puts_out_probabilities_one_step_at_a_time(sign, found):
+    model = nn.Linear(4, 3)
+
+    def step():
+        chosen = []
+        for x in torch.randn(8, 4):
+            policy = torch.distributions.Categorical(torch.softmax(model(x), dim=-1))
+            chosen.append(policy.log_prob(policy.sample()))
+        rewards = torch.randn(8)
+        rewards = rewards - rewards.mean()
+        return sign * (torch.stack(chosen) * rewards).mean()
+
+    assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found
+
+
+def test_a_poor_episode_makes_its_actions_less_likely():
+    model = nn.Linear(4, 3)
+
+    def one_by_one():
+        chosen = []
+        for x in torch.randn(8, 4):
+            policy = torch.distributions.Categorical(logits=model(x))
+            chosen.append(policy.log_prob(policy.sample()))
+        return 0.7 * torch.stack(chosen).sum()  # minus the return, which was -0.7
+
+    def together():
+        policy = torch.distributions.Categorical(logits=model(torch.randn(8, 4)))
+        return 0.7 * policy.log_prob(policy.sample()).sum()
+
+    for step in (one_by_one, together):
+        assert not confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step))
+
+
+def test_a_policy_may_minimise_costs():
+    model, tour_lengths = nn.Linear(5, 3), torch.rand(20)
+    weight = torch.randn(20)
+
+    def with_costs():
+        policy = torch.distributions.Categorical(logits=model(X))
+        excess = tour_lengths - tour_lengths.mean()
+        return (policy.log_prob(policy.sample()) * excess).mean()
+
+    def with_something():
+        policy = torch.distributions.Categorical(logits=model(X))
+        return (policy.log_prob(policy.sample()) * weight).mean()
+
+    assert not confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, with_costs))
+    found = list(is_the_loss_the_right_way_up(evidence_of(model, with_something)))
+    assert [(v.level, v.confidence) for v in found] == [("warning", "possible")]
 
 
 def test_a_gaussian_policy_is_left_alone():

@@ -78,6 +78,9 @@ def test_targets_one_ahead_are_excluded():
         evidence = evidence_of(model, language_step(model, time_first=time_first))
         assert excluded_families(do_targets_line_up, evidence) == ["data-target-misaligned"]
         assert not confirmed_ids(do_targets_line_up, evidence)
+        (verdict,) = do_targets_line_up(evidence)
+        assert list(verdict.numbers) == [f"lag {lag}" for lag in range(-3, 4)]
+        assert verdict.numbers["lag 1"] == 1 and verdict.numbers["lag 0"] < 0.5
 
 
 def test_shift_before_the_loss():

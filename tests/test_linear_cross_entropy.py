@@ -111,20 +111,28 @@ def test_empty_batch_and_all_masked(device):
     assert loss == 0 and not hidden.grad.any()
 
 
+SLAB = 2**29
+MANY = 10**6  # rows
+
+
 @pytest.mark.parametrize("v", [50304, 128256, 262144])
 def test_a_slab_is_bounded_and_not_small(v):
-    for dtype in (torch.float32, torch.float64):
-        rows, same, borrowed = slab_rows(v, dtype, True, 10**6)
-        assert rows == same and not borrowed and 0.7 * 2**29 <= rows * v * dtype.itemsize <= 2**29
-    rows, gradient_rows, borrowed = slab_rows(v, torch.bfloat16, True, 0)
-    assert not borrowed and 0.7 * 2**29 <= v * (4 * rows + 2 * gradient_rows) <= 2**29
-    rows, gradient_rows, borrowed = slab_rows(v, torch.bfloat16, True, 8192)
-    assert borrowed and gradient_rows == 8192 and rows * v * 4 <= 2**29
+    rows, same, borrowed = slab_rows(MANY, 4 * v, SLAB, True, 10**6, 0)
+    assert rows == same and not borrowed and 0.7 * SLAB <= rows * v * 4 <= SLAB
+    rows, gradient_rows, borrowed = slab_rows(MANY, 4 * v, SLAB, False, 0, 0)
+    assert not borrowed and 0.7 * SLAB <= v * (4 * rows + 2 * gradient_rows) <= SLAB
+    rows, gradient_rows, borrowed = slab_rows(MANY, 4 * v, SLAB, False, 8192, 0)
+    assert borrowed and gradient_rows == 8192 and rows * v * 4 <= SLAB
+
+
+def test_all_gradients_are_kept_where_a_float32_sum_would_take_more_memory():
+    assert slab_rows(8192, 4 * 128256, SLAB, False, 4096, 2 * 4096) == (1024, 8192, False)
+    assert slab_rows(8193, 4 * 128256, SLAB, False, 4096, 2 * 4096) == (1024, 4096, True)
 
 
 def test_a_row_longer_than_a_slab_is_a_slab():
-    assert slab_rows(10**9, torch.float32, True, 0) == (1, 1, False)
-    assert slab_rows(10**9, torch.bfloat16, True, 0) == (1, 1, False)
+    assert slab_rows(MANY, 4 * 10**9, SLAB, True, 0, 0) == (1, 1, False)
+    assert slab_rows(MANY, 4 * 10**9, SLAB, False, 0, 0) == (1, 1, False)
 
 
 def test_bad_input_is_named():

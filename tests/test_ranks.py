@@ -6,8 +6,8 @@ import gradproof
 from gradproof.record.writer import RunWriter
 
 
-def write(path, rank, gradient=1.0, weight=10.0, loss=1.0):
-    writer = RunWriter(path, {"rank": rank, "world": 2})
+def write(path, rank, gradient=1.0, weight=10.0, loss=1.0, lines=None):
+    writer = RunWriter(path, {"rank": rank, "world": 2, "facts": {"lines": lines or {}}})
     for step in range(12):
         writer.write_step(
             {
@@ -42,3 +42,36 @@ def test_ranks(tmp_path, other, what, first):
 def test_one_rank_alone_is_silent(tmp_path):
     write(tmp_path / "run", 0)
     assert not [c for c in gradproof.diagnose(tmp_path / "run").causes if c.family == "distributed-desync"]
+
+
+WRAPPED = {"ddp": ["a.py:3"], "forward": ["a.py:7"], "backward": ["a.py:8"]}
+
+
+@pytest.mark.parametrize(
+    "lines, where",
+    [
+        (WRAPPED, "a.py:7"),  # around the wrapper
+        (WRAPPED | {"no_sync": ["a.py:6"]}, "a.py:6"),
+        (WRAPPED | {"synchronised forward": ["a.py:7"]}, "a.py:3"),
+        ({"all_reduce": ["a.py:5, called at a.py:9"], "backward": ["a.py:8"]}, "a.py:5, called at a.py:9"),
+        ({"backward": ["a.py:8"]}, "a.py:8"),  # nothing averages at all
+    ],
+)
+def test_gradients_that_are_not_averaged_have_a_line(tmp_path, lines, where):
+    write(tmp_path / "run", 0, lines=lines)
+    write(tmp_path / "run.rank1", 1, gradient=1.3)
+    assert gradproof.diagnose(tmp_path / "run").causes[0].where == where
+
+
+@pytest.mark.parametrize(
+    "other, lines, where",
+    [
+        ({"weight": 11.0, "loss": 1.1}, {"manual_seed": ["a.py:2"]}, "a.py:2"),
+        ({}, {"sampler": ["a.py:4"], "loader": ["a.py:5"]}, "a.py:4"),
+        ({}, {"loader": ["a.py:5"]}, "a.py:5"),
+    ],
+)
+def test_other_slips_of_ranks_have_a_line(tmp_path, other, lines, where):
+    write(tmp_path / "run", 0, lines=lines)
+    write(tmp_path / "run.rank1", 1, **other)
+    assert gradproof.diagnose(tmp_path / "run").causes[0].where == where

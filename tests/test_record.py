@@ -83,6 +83,30 @@ def test_a_run_cut_at_any_byte_reads_what_is_whole(tmp_path, cut):
     )
 
 
+def test_frames_are_read_when_they_are_asked_for(tmp_path):
+    writer = RunWriter(tmp_path / "run", {})
+    numbers = np.array([writer.add_tensor("gradient", name) for name in ("a", "b")])
+    for step in (0, 5, 9):
+        writer.write_frame(STATISTICS_FRAME, step, numbers, np.full((2, len(STATISTICS)), float(step)))
+    writer.close()
+    frames = open_run(tmp_path / "run").frames
+    assert len(frames) == 3 and frames.steps.tolist() == [0, 5, 9]
+    assert frames[-1].step == 9 and (frames[-1].values == 9).all()
+    assert [frame.step for frame in frames[1:]] == [5, 9] == [frame.step for frame in frames][1:]
+    assert frames[0].numbers is frames[1].numbers  # one array for all frames of the same tensors
+
+
+def test_events_keep_what_looks_like_an_end_of_line(tmp_path):
+    writer = RunWriter(tmp_path / "run", {})
+    writer.write_event("note", text="one\u2028line\x85 and\nanother")
+    writer.close()
+    with open(tmp_path / "run" / "events.jsonl", "a") as stream:
+        stream.write("5\n")  # JSON, but no event
+    run = open_run(tmp_path / "run")
+    assert [event["text"] for event in run.events] == ["one\u2028line\x85 and\nanother"]
+    assert run.notes == ["events.jsonl: 1 damaged lines are left out"]
+
+
 def test_a_flipped_bit_is_noticed(tmp_path):
     write_steps(tmp_path / "run").close()
     file = tmp_path / "run" / "tensors.bin"

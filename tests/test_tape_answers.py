@@ -12,7 +12,7 @@ from torch import nn
 from gradproof.errors import UserError
 from gradproof.tape.bundle import write_bundle
 from gradproof.tape.descent import descent_test
-from gradproof.tape.gain import compare_gains, measure_gains
+from gradproof.tape.gain import compare_gains, measure_gains, measure_operation_gains
 from gradproof.tape.locate import find_first_bad_operation
 from gradproof.tape.precision import find_digit_losses
 from gradproof.tape.record import record
@@ -40,6 +40,17 @@ def test_gain_points_at_the_block_that_explodes_not_at_the_largest_norm():
     assert change.path in ("blocks.2", "blocks.2.f2")
     assert max(change.after / change.before, change.before / change.after) > 10
     assert compare_gains(calm, calm).before == compare_gains(calm, calm).after
+
+
+def test_gain_of_an_operation_points_at_its_line():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    with record(names_of(model)) as tape:
+        h = model(torch.randn(3, 4)) * 1e6
+        h.tanh().mean().backward()
+    first = measure_operation_gains(tape)[0]
+    assert (first.kind, first.call) == ("mul", 0) and first.forward == pytest.approx(1e6, rel=1e-3)
+    assert "test_tape_answers.py" in first.line
 
 
 def test_gain_of_a_recurrent_cell_over_time():

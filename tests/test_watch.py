@@ -4,6 +4,7 @@ import gc
 import resource
 import sys
 import warnings
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ KINDS = [trainings.mlp, trainings.cnn, trainings.lstm, trainings.transformer, tr
 def train(kind, watched=None, **options):
     """Losses, final weights and the state of the random numbers of a training, watched or not."""
     torch.manual_seed(3)
+    options.setdefault("experiments", False)
     model, optimizer_, losses = kind()
     if watched is None:
         losses = list(losses)
@@ -49,21 +51,51 @@ def hooks_left():
         torch.amp.GradScaler.step,
         torch.optim.lr_scheduler.LRScheduler.step,
         torch.utils.data.DataLoader.__iter__,
+        torch.utils.data.DataLoader.__init__,
         torch.compile,
         nn.Module.compile,
+        nn.Module.state_dict,
+        nn.Module.requires_grad_,
+        nn.init.normal_,
+        nn.parallel.DistributedDataParallel.no_sync,
+        torch.manual_seed,
+        torch._C._len_torch_dispatch_stack(),
     )
 
 
-@pytest.mark.parametrize("schedule", [None, "all every step"])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "all every step"}, {"experiments": True}], ids=["", "all", "experiments"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_changes_nothing(kind, schedule, tmp_path):
-    plain = train(kind)
-    watched = train(kind, tmp_path / "run", schedule=schedule)
+def test_it_changes_nothing(kind, options, tmp_path):
+    plain, before = train(kind), hooks_left()
+    watched = train(kind, tmp_path / "run", **options)
+    assert hooks_left() == before
     assert watched[0] == plain[0]
     assert all(torch.equal(watched[1][name], plain[1][name]) for name in plain[1])
     assert torch.equal(watched[2], plain[2])
     run = open_run(tmp_path / "run")
     assert len(run) == len(plain[0]) and run.table("output", "norm").values.size
+    assert (run.info["cost"]["taped_steps"] >= 2) == options.get("experiments", False)
+    assert not [event for event in run.events if event["event"] == "experiment_failed"], run.events
+
+
+def test_experiments_run_in_a_watched_block_by_default(tmp_path):
+    """A learning rate that is far too high is proven, not only suspected; and the hooks are gone after an error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer_ = torch.optim.SGD(model.parameters(), lr=2.0)
+    before = hooks_left()
+    with pytest.raises(ZeroDivisionError), watch(model, optimizer_, out=tmp_path / "run"):
+        for _ in range(40):
+            x = torch.randn(32, 4)
+            optimizer_.zero_grad()
+            nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            optimizer_.step()
+        raise ZeroDivisionError
+    assert hooks_left() == before
+    first = gradproof.diagnose(tmp_path / "run").causes[0]
+    assert (first.family, first.confidence) == ("lr-too-high", "proven")
 
 
 PROBES = [
@@ -98,6 +130,37 @@ def test_it_never_breaks_training(owner, name, tmp_path, monkeypatch):
     assert watched[0] == plain[0] and hooks_left() == before
 
 
+def test_one_block_inside_another(tmp_path):
+    """Two trainings in turns, each watched and taped by itself, and both as they are alone."""
+
+    def both(path=None):
+        torch.manual_seed(1)
+        models = [nn.Linear(4, 1) for _ in range(2)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        with ExitStack() as stack:
+            for i, pair in enumerate(zip(models, optimizers, strict=True)):
+                if path is not None:
+                    stack.enter_context(watch(*pair, out=path / str(i)))
+            for step in range(12):
+                i = step % 3 == 0
+                loss = models[i](torch.randn(8, 4)).square().mean()
+                optimizers[i].zero_grad()
+                loss.backward()
+                optimizers[i].step()
+        return [value.clone() for m in models for value in m.state_dict().values()]
+
+    plain, before = both(), hooks_left()
+    assert all(torch.equal(a, b) for a, b in zip(plain, both(tmp_path), strict=True))
+    assert hooks_left() == before and [len(open_run(tmp_path / n)) for n in "01"] == [8, 4]
+
+
+def test_a_state_that_is_a_plain_dict_is_no_reason_to_fail(tmp_path):
+    model = nn.Linear(4, 1)
+    model._register_state_dict_hook(lambda module, state, prefix, metadata: dict(state))
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), out=tmp_path / "run"):
+        assert type(model.state_dict()) is dict
+
+
 def test_no_hook_stays_behind(tmp_path):
     before = hooks_left()
     train(trainings.transformer, tmp_path / "a", schedule="all every step")
@@ -114,7 +177,7 @@ def test_statistics_are_those_of_the_tensors(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(5, 2)
     optimizer_ = torch.optim.SGD(model.parameters(), lr=0.5)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         old = model.weight.detach().double().clone()
         model(torch.randn(7, 5)).square().mean().backward()
         gradient = model.weight.grad.double().clone()
@@ -164,7 +227,7 @@ def test_gradient_accumulation_is_one_step(tmp_path):
     model = nn.Linear(3, 1)
     optimizer_ = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for _ in range(3):
             optimizer_.zero_grad()
             for _ in range(4):
@@ -215,7 +278,7 @@ def test_tied_and_frozen_weights(tmp_path):
 
     model = Tied()
     optimizer_ = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         F.cross_entropy(model(torch.arange(5)), torch.arange(5)).backward()
         optimizer_.step()
     run = open_run(tmp_path / "run")
@@ -239,7 +302,7 @@ def test_lbfgs_closure(tmp_path):
     model.weight.grad = None
     closure()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for _ in range(2):
             optimizer_.step(closure)
     run = open_run(tmp_path / "run")
@@ -250,7 +313,7 @@ def test_lbfgs_closure(tmp_path):
 def test_sparse_gradients(tmp_path):
     model = nn.Embedding(50, 4, sparse=True)
     optimizer_ = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for _ in range(2):
             optimizer_.zero_grad()
             model(torch.tensor([3, 3, 7])).square().sum().backward()
@@ -266,7 +329,7 @@ def test_compiled_model(tmp_path):
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), backend="eager", fullgraph=True
     )
     optimizer_ = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for _ in range(4):
             optimizer_.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
@@ -287,7 +350,7 @@ def test_checkpointing_measures_each_module_once(tmp_path):
 def test_bf16_autocast(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer_ = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for _ in range(3):
             optimizer_.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -304,7 +367,7 @@ def test_grad_scaler_skips_are_steps_and_losses_are_unscaled(tmp_path):
     optimizer_ = torch.optim.SGD(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     seen = []
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for step in range(4):
             optimizer_.zero_grad()
             loss = model(torch.randn(8, 4)).square().mean() * (float("inf") if step == 1 else 1.0)
@@ -329,7 +392,8 @@ def test_a_fused_optimizer_unscales_and_skips_inside_its_own_step(tmp_path):
     optimizer_ = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     norms = []
-    with watch(model, optimizer_, out=tmp_path / "run", schedule="parameters steps 0-2; light every step"):
+    rules = "parameters steps 0-2; light every step"
+    with watch(model, optimizer_, out=tmp_path / "run", schedule=rules, experiments=False):
         for step in range(6):
             optimizer_.zero_grad()
             loss = model(torch.randn(8, 4)).square().mean() * (float("inf") if step == 1 else 1.0)
@@ -396,7 +460,7 @@ def test_tuple_and_dict_outputs_and_modules_called_twice(tmp_path):
 
     model = Many()
     optimizer_ = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         model(torch.ones(4, 3)).sum().backward()
         optimizer_.step()
     run = open_run(tmp_path / "run")
@@ -427,7 +491,7 @@ def test_scheduler_epochs_and_clip_by_value(tmp_path):
     optimizer_ = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer_, 1, gamma=0.5)
     data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for _ in range(2):
             for x, y in torch.utils.data.DataLoader(data, batch_size=4):
                 optimizer_.zero_grad()
@@ -470,7 +534,7 @@ def test_training_without_modules(tmp_path):
 def test_nonfinite_values_are_shown_as_what_they_are(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer_ = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for step in range(6):
             optimizer_.zero_grad()
             x = torch.randn(4, 3)
@@ -489,7 +553,7 @@ def test_nonfinite_values_are_shown_as_what_they_are(tmp_path):
 def train_small_steps(path, steps, **options):
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     optimizer_ = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with watch(model, optimizer_, out=path, **options):
+    with watch(model, optimizer_, out=path, experiments=False, **options):
         for _ in range(steps):
             optimizer_.zero_grad()
             model(torch.randn(8, 16)).square().mean().backward()
@@ -517,7 +581,7 @@ def test_memory_stays_constant_over_20000_steps(tmp_path):
     optimizer_ = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = torch.randn(8, 4), torch.randn(8, 1)
     sizes = []
-    with watch(model, optimizer_, out=tmp_path / "run"):
+    with watch(model, optimizer_, out=tmp_path / "run", experiments=False):
         for step in range(20_000):
             optimizer_.zero_grad()
             F.mse_loss(model(x), y).backward()

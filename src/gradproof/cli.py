@@ -13,6 +13,7 @@ import gradproof
 from gradproof.commands.checking import add_check, add_check_loss, add_precision
 from gradproof.commands.exporting import add_compare, add_export, add_show
 from gradproof.commands.training import add_generate, add_train
+from gradproof.commands.viewing import add_live, add_report
 from gradproof.commands.watching import add_demo, add_diagnose, add_run, add_scoreboard
 from gradproof.errors import EXIT_OWN_ERROR, UserError
 
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 COMMANDS = (
     add_run,
     add_diagnose,
+    add_report,
+    add_live,
     add_show,
     add_compare,
     add_export,

@@ -138,11 +138,13 @@ def watched_training(learner, job, out):
 
 def report_training(record, run, log, ended_by: int | None) -> None:
     """The end of a training: what its record says about its health, and how to go on."""
+    from gradproof.commands.viewing import offer_page
     from gradproof.diagnosis.ranking import diagnose as diagnose_run
     from gradproof.report.text import render_text, wants_color
 
     log.end()
-    print(f"\n{render_text(diagnose_run(record), wants_color(sys.stdout))}", end="")
+    found = diagnose_run(record)
+    print(f"\n{render_text(found, wants_color(sys.stdout))}{offer_page(found)}")
     if ended_by:
         print(f"ended by signal {ended_by} and saved; go on with: gradproof train --resume {run}")
     else:

@@ -37,6 +37,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--until", type=int, metavar="STEP", help="tape that one step, examine it, and end the script there"
     )
+    parser.add_argument("--live", action="store_true", help="a page in the browser that follows the run")
     parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
     parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
@@ -73,28 +74,37 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
-    from gradproof.experiments.examination import Examination
+    from gradproof.commands.viewing import served_beside
 
-    outcome = script.run_program(
-        program,
-        words[1:],
-        out=args.out,
-        schedule=args.schedule,
-        budget=budget,
-        quiet=args.quiet,
-        examiner=None if args.no_experiments else Examination,
-        fix=parse_fix(args.fix) if args.fix else None,
-        stop_after=args.steps,
-        until=args.until,
-        sinks=[make_sink(name) for name in args.to or ()],
-    )
-    if args.verify and outcome.rank == 0 and outcome.steps:
-        verify(outcome, args, words)
-    exit_code = finish_run(outcome, words[0], args.json)
+    with served_beside() as page:
+        outcome = script.run_program(
+            program,
+            words[1:],
+            out=args.out,
+            schedule=args.schedule,
+            budget=budget,
+            quiet=args.quiet,
+            experiments=not args.no_experiments,
+            fix=parse_fix(args.fix) if args.fix else None,
+            stop_after=args.steps,
+            until=args.until,
+            on_open=page.open if args.live else None,
+            sinks=[make_sink(name) for name in args.to or ()],
+        )
+        exit_code = end_run(outcome, args, words)
+        if not outcome.interrupted:
+            page.wait_for_reader()
     if outcome.interrupted:
         sys.stdout.flush()
         script.die_by_interrupt()
     return exit_code
+
+
+def end_run(outcome, args: argparse.Namespace, words: Sequence[str]) -> int:
+    """What follows a watched script: its fix tried if that was asked for, its diagnosis, its page; the exit code."""
+    if args.verify and outcome.rank == 0 and outcome.steps:
+        verify(outcome, args, words)
+    return finish_run(outcome, words[0], args.json)
 
 
 def parse_fix(text: str) -> tuple[str, float]:
@@ -136,6 +146,7 @@ def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
 
 def finish_run(outcome, name: str, json_file: str | None) -> int:
     """The report at the end of a watched script; the exit code."""
+    from gradproof.commands.viewing import offer_page
     from gradproof.diagnosis.ranking import diagnose as diagnose_run
     from gradproof.report.text import render_text, wants_color
 
@@ -158,7 +169,7 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
             file=sys.stderr,
         )
     if outcome.steps or outcome.elsewhere:
-        print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
+        print(f"\n{render_text(found, wants_color(sys.stderr))}{offer_page(found)}", file=sys.stderr)
     problem = why_nothing_was_trained(outcome, name)
     if problem:
         print(f"gradproof: {problem}", file=sys.stderr)

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.places import facts, line_of
 from gradproof.diagnosis.series import Track, tracks, trend
 from gradproof.record.run import Run
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam")
 STATEFUL = (*ADAMS, "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "LBFGS")
-
-
-def facts(run: Run, name: str) -> Any:
-    return run.info.get("facts", {}).get(name)
-
-
-def line_of(run: Run, what: str) -> str | None:
-    """Where the script clears, clips or schedules, as file.py:line."""
-    return (facts(run, "lines") or {}).get(what) or None
 
 
 def trains_well(run: Run) -> bool:
@@ -79,6 +70,9 @@ def loads_nothing(run: Run) -> Iterator[Symptom]:
                 f"load_state_dict gives {name} its own tensors ({load['same_memory']} of {load['fitting']})"
                 ": nothing is restored; what was kept was a reference, not a copy"
             )
+            if load.get("taken"):
+                text += f", taken at {load['taken']}"
+                where = f"{load['taken']}, {name}"
             yield Symptom(
                 "loads_itself", "problem", text, load["step"], where, ("weights-state-error/by-reference",)
             )
@@ -168,7 +162,29 @@ def schedule(run: Run) -> Iterator[Symptom]:
         if found:
             id, level, text = found
             label = f"{track.label}: " if track.label else ""
-            yield Symptom(id.partition("/")[2], level, label + text, 0, line_of(run, "scheduler"), (id,))
+            yield Symptom(id.partition("/")[2], level, label + text, 0, where_scheduled(run, id), (id,))
+
+
+def clip_of_infinity(run: Run) -> Iterator[Symptom]:
+    """A clip of a gradient that was infinite: it multiplies by 1/Inf, and Inf times 0 is NaN in every weight."""
+    before, after, loss = (run.steps[column] for column in ("norm_before_clip", "grad_norm", "loss"))
+    hit = np.flatnonzero(np.isinf(before) & np.isnan(after) & run.seen["grad_norm"] & np.isfinite(loss))
+    if not len(hit):
+        return
+    step = int(run.steps["step"][hit[0]])
+    text = (
+        f"the clip finds a norm of Inf and leaves NaN: Inf times 1/Inf; the loss is still {loss[hit[0]]:.4g}"
+    )
+    suspects = ("grad-clip-misuse/infinity-to-nan",)
+    yield Symptom("clip_of_infinity", "warning", text, step, line_of(run, "clip"), suspects)
+
+
+def where_scheduled(run: Run, id: str) -> str | None:
+    """Of a schedule in the wrong unit, where it is stepped; of a wrong one, where it is made; or where lr is set."""
+    order = ("scheduler made", "scheduler", "lr set")
+    if id.endswith("/dies-early"):
+        order = ("scheduler", "scheduler made", "lr set")
+    return line_of(run, *order)
 
 
 def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str] | None:
@@ -287,9 +303,9 @@ def uneven_windows(run: Run) -> Iterator[Symptom]:
             f"most steps follow {usual} backward{'s' if usual > 1 else ''}, but {len(long)} of {len(counts)} follow "
             f"{long.min()} to {long.max()}: {100 * long.sum() / counts.sum():.0f} % of all backwards go into those"
         )
-        yield Symptom(
-            "uneven_windows", "problem", text, None, None, ("grad-accumulation-error/uneven-windows",)
-        )
+        where = line_of(run, "step condition") or line_of(run, "step")
+        suspects = ("grad-accumulation-error/uneven-windows",)
+        yield Symptom("uneven_windows", "problem", text, None, where, suspects)
 
 
 def cleared_between_backwards(run: Run) -> Iterator[Symptom]:
@@ -302,9 +318,9 @@ def cleared_between_backwards(run: Run) -> Iterator[Symptom]:
     backwards = int(np.median([order.count("b") for order in orders]))
     if np.mean(np.array(between) >= 1) > 0.9:
         text = f"zero_grad is called between the {backwards} backwards of a step: only the last one counts"
-        yield Symptom(
-            "cleared_between_backwards", "problem", text, 1, None, ("grad-accumulation-error/overwritten",)
-        )
+        suspects = ("grad-accumulation-error/overwritten",)
+        where = line_of(run, "zero_grad")
+        yield Symptom("cleared_between_backwards", "problem", text, 1, where, suspects)
 
 
 def _momentum(run: Run) -> bool:
@@ -317,6 +333,7 @@ BOOKKEEPING = (
     optimizer_state_lost,
     clip_misses,
     clip_sets_the_step,
+    clip_of_infinity,
     schedule,
     optimizer_settings,
     uneven_windows,

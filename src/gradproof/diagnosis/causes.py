@@ -7,13 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """A family of causes. `fixes` holds advice for particular ids; `fix` is for all the others."""
+    """A family of causes. `fixes` holds advice for particular ids; `fix` is for all the others.
+
+    raised_by: symptoms that raise the suspicion; experiments: functions that decide it on a tape (where there are
+    none, the symptoms themselves are the proof); intervention: how `--verify` undoes it from outside.
+    """
 
     family: str
     title: str
     decided_by: str
     fix: str
     fixes: tuple[tuple[str, str], ...] = ()
+    raised_by: tuple[str, ...] = ()
+    experiments: tuple[str, ...] = ()
+    intervention: str = ""
 
     def advice(self, id: str) -> str:
         return dict(self.fixes).get(id.partition("/")[2], self.fix)
@@ -26,6 +33,8 @@ CAUSES = (
         "the first bad operation on the tape",
         "keep the operand of the named operation inside its domain: clamp what goes into log, sqrt and division "
         "(for example x.clamp_min(1e-6)), and use log_softmax or logsumexp in place of exp, sum and log",
+        raised_by=("nonfinite", "steps_skipped"),
+        experiments=("where_was_it_born",),
     ),
     Cause(
         "backward-nonfinite",
@@ -33,12 +42,17 @@ CAUSES = (
         "the first bad node on the tape",
         "the derivative is infinite where the value is not: add a small constant inside the root or norm "
         "(torch.sqrt(x + 1e-12)), and make both branches of torch.where safe before choosing",
+        raised_by=("nonfinite",),
+        experiments=("where_was_it_born",),
     ),
     Cause(
         "wrong-gradient",
         "a backward is not the derivative of its forward",
         "the float64 shadow of a step, then finite differences of the culprit",
         "correct the named backward and prove it: gradproof.check_gradient(function, *inputs)",
+        raised_by=("loss_not_improving",),
+        experiments=("is_the_gradient_right",),
+        intervention="autograd",
     ),
     Cause(
         "zero-grad-error",
@@ -52,12 +66,17 @@ CAUSES = (
                 "move optimizer.zero_grad() in front of loss.backward(), or behind optimizer.step()",
             ),
         ),
+        raised_by=("stale_gradient", "zeroed_before_step"),
+        experiments=("is_the_gradient_right",),
+        intervention="zero_grad",
     ),
     Cause(
         "grad-accumulation-error",
         "the micro-batches do not add up to the batch",
         "the accumulated gradient against that of the whole batch",
         "divide each micro-batch's loss by their number, add (not assign) gradients, and step after the last one",
+        raised_by=("uneven_windows", "cleared_between_backwards"),
+        experiments=("do_micro_batches_add_up", "is_the_gradient_right"),
     ),
     Cause(
         "grad-clip-misuse",
@@ -74,19 +93,39 @@ CAUSES = (
             ),
             ("wrong-parameters", "give clip_grad_norm_ the parameters of the optimizer that steps next"),
             ("per-tensor", "call clip_grad_norm_ once, with all parameters together"),
+            (
+                "infinity-to-nan",
+                "skip the step when the norm that clip_grad_norm_ returns is not finite, or pass "
+                "error_if_nonfinite=True; then look for what made the gradient infinite",
+            ),
         ),
+        raised_by=(
+            "late_clip",
+            "clip_before_unscale",
+            "clip_misses",
+            "clip_per_tensor",
+            "clip_sets_the_step",
+            "clipped_always",
+            "clip_of_infinity",
+        ),
+        experiments=("is_the_step_too_long_or_short",),
+        intervention="clip_before_step",
     ),
     Cause(
         "detached-graph",
         "a path that should carry gradient is cut",
         "the replayed step has a gradient where the run has none",
         "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
+        raised_by=("no_gradient", "loss_not_improving"),
+        experiments=("is_a_path_cut",),
     ),
     Cause(
         "missing-stop-gradient",
         "gradient flows where it must not",
         "gradient reaches parameters whose update it must not drive",
         "compute targets, teachers and baselines under torch.no_grad(), or detach them",
+        raised_by=("loss_not_improving",),
+        experiments=("does_gradient_reach_what_it_must_not",),
     ),
     Cause(
         "param-not-updated",
@@ -103,18 +142,30 @@ CAUSES = (
                 "use these parameters in the forward pass, or freeze them; if they are used, look for a cut graph",
             ),
         ),
+        raised_by=("not_in_optimizer", "no_gradient", "never_changed", "idle_parameters"),
+        experiments=(
+            "does_the_optimizer_do_what_was_meant",
+            "does_the_optimizer_hold_everything",
+        ),
+        intervention="all_parameters",
     ),
     Cause(
         "lr-too-high",
         "the steps overshoot",
         "the loss along the actual update: it falls for a small part of the step and rises at its end",
         "divide the learning rate by ten, and warm it up over the first hundred steps or so",
+        raised_by=("loss_rising", "loss_oscillating", "loss_spike", "huge_updates", "nonfinite"),
+        experiments=("is_the_step_too_long_or_short",),
+        intervention="lr",
     ),
     Cause(
         "lr-too-low",
         "the steps are far too short",
         "the loss along the actual update: still falling far beyond its end",
         "raise the learning rate by ten until the loss falls visibly within the first hundred steps",
+        raised_by=("loss_hardly_falling", "loss_not_improving", "tiny_updates"),
+        experiments=("is_the_step_too_long_or_short",),
+        intervention="lr",
     ),
     Cause(
         "lr-schedule-error",
@@ -134,42 +185,62 @@ CAUSES = (
             ),
             ("cycles-too-fast", "give the period in the unit in which scheduler.step() is called"),
         ),
+        raised_by=("lr_zero", "dies-early", "warmup-never-ends", "multiplied", "cycles-too-fast"),
+        intervention="constant_lr",
     ),
     Cause(
         "data-target-misaligned",
         "targets do not belong to inputs",
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
+        raised_by=("loss_not_improving",),
+        experiments=("do_targets_line_up", "do_targets_belong_to_inputs"),
     ),
     Cause(
         "loss-mask-error",
         "the wrong positions count in the loss",
         "shares of positions, and the gradient on masked ones",
         "mask the padding, not the text; divide by the number of valid positions",
+        raised_by=("loss_not_improving",),
+        experiments=("which_positions_count", "is_the_mean_over_what_counts"),
     ),
     Cause(
         "attention-mask-error",
         "attention sees what it must not, or not what it must",
         "a change in a later input, watched at earlier outputs",
         "pass is_causal=True or a mask whose meaning (True: attend, or True: ignore) fits the call",
+        raised_by=("loss_not_improving",),
+        experiments=("is_attention_healthy", "does_it_see_the_future", "where_does_attention_look"),
     ),
     Cause(
         "loss-activation-mismatch",
         "output and loss do not fit each other",
         "the range of what goes into the loss",
         "cross_entropy and BCE-with-logits want raw logits; a regression wants no ReLU, tanh or sigmoid at its end",
+        raised_by=("loss_not_improving", "loss_hardly_falling"),
+        experiments=("does_the_output_fit_the_loss",),
     ),
     Cause(
         "loss-scale-or-sign",
         "the right loss, wrongly weighted or signed",
         "the terms of the loss and the sizes of their gradients; the loss along −gradient",
         "check the sign of each term, mean against sum, and the weights between terms",
+        raised_by=("loss_rising",),
+        experiments=("is_the_loss_the_right_way_up", "are_terms_weighed_alike", "do_the_players_disagree"),
     ),
     Cause(
         "axis-or-shape-error",
         "an operation runs over the wrong axis, or broadcasts silently",
         "shapes that go into the loss; whether samples influence each other",
         "make prediction and target the same shape explicitly, and name the dim of every softmax and mean",
+        raised_by=("loss_not_improving",),
+        experiments=(
+            "is_it_normalised_over_features",
+            "do_shapes_meet",
+            "are_samples_independent",
+            "is_a_view_in_place_of_a_transpose",
+            "where_does_attention_look",
+        ),
     ),
     Cause(
         "train-eval-mode-error",
@@ -182,12 +253,20 @@ CAUSES = (
             ("functional-dropout", "write F.dropout(x, p, training=self.training), or use nn.Dropout"),
             ("keep-probability", "nn.Dropout takes the share that is dropped: 0.1, where 0.9 is to be kept"),
         ),
+        raised_by=("validates_in_train_mode", "dropout_always_on"),
+        experiments=("is_it_in_train_mode", "is_too_much_dropped"),
+        intervention="train_mode",
     ),
     Cause(
         "normalization-error",
         "a normalisation hurts",
         "variance against ε, batch size, scale factors",
         "normalise over more than one value, with ε well below the variance, and bound any rescaling",
+        raised_by=("nonfinite", "loss_not_improving"),
+        experiments=(
+            "is_rescaling_bounded",
+            "does_normalisation_help",
+        ),
     ),
     Cause(
         "low-precision-error",
@@ -200,42 +279,61 @@ CAUSES = (
                 "keep the weights in float32 (model.float()) and use autocast: in float16 Adam's eps of 1e-8 is 0",
             ),
         ),
+        raised_by=("nonfinite", "steps_skipped", "never_changed"),
+        experiments=("is_it_precision", "where_was_it_born"),
+        intervention="float32",
     ),
     Cause(
         "exploding-signal",
         "activations or gradients grow through depth or time",
         "the gain of each block or time step",
         "bound the gain of the named block: full residuals, normalisation, smaller initial weights, clipping",
+        raised_by=("gradient_growing", "exploding_gradients", "nonfinite"),
+        experiments=(
+            "is_attention_healthy",
+            "where_does_the_signal_go",
+        ),
+        intervention="clip",
     ),
     Cause(
         "vanishing-signal",
         "activations or gradients die out through depth or time",
         "the gain of each block or time step",
         "use residuals, normalisation, ReLU-like activations or gated units, and variance-keeping initial weights",
+        raised_by=("vanishing_gradients", "loss_not_improving"),
+        experiments=("where_does_the_signal_go",),
     ),
     Cause(
         "bad-init",
         "the starting point is the trouble",
         "step 0: gain, symmetry, the loss against that of a guess",
         "use the layer's default initialisation, scaled so that the first loss is that of guessing",
+        raised_by=("never_changed", "loss_not_improving"),
+        experiments=("are_units_all_the_same", "is_it_too_large", "where_does_the_loss_start"),
     ),
     Cause(
         "dead-activation",
         "units never respond",
         "the share of units without gradient, over the steps",
         "lower the learning rate, use a smaller negative bias, or LeakyReLU/GELU in place of ReLU",
+        raised_by=("dead_units", "never_changed"),
+        experiments=("do_units_respond", "are_predictions_stuck"),
     ),
     Cause(
         "input-or-target-scale",
         "numbers fed in are of the wrong size",
         "statistics of inputs and targets",
         "standardise inputs and targets: subtract the mean, divide by the standard deviation",
+        raised_by=("loss_not_improving", "loss_oscillating"),
+        experiments=("are_numbers_of_a_fitting_size",),
     ),
     Cause(
         "data-order-or-sampling",
         "batches do not represent the data",
         "the mix of labels over batches; batches that repeat",
         "shuffle, seed workers differently, and balance or weight rare classes",
+        raised_by=("loss_oscillating", "ranks_see_the_same"),
+        experiments=("do_batches_differ", "has_validation_been_trained_on"),
     ),
     Cause(
         "distributed-desync",
@@ -250,6 +348,7 @@ CAUSES = (
             ("initial-weights", "broadcast rank 0's weights before training, or seed all ranks alike"),
             ("same-data", "give DistributedSampler this process's rank, and call set_epoch at every epoch"),
         ),
+        raised_by=("ranks_differ", "ranks_see_the_same"),
     ),
     Cause(
         "weights-state-error",
@@ -265,12 +364,19 @@ CAUSES = (
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
         ),
+        raised_by=("loads_itself", "keys_do_not_fit", "optimizer_not_restored", "optimizer_remade"),
+        experiments=(
+            "does_the_optimizer_do_what_was_meant",
+            "does_the_average_follow",
+        ),
     ),
     Cause(
         "aliasing-or-inplace",
         "two things share memory, or memory was changed under someone",
         "storage pointers and versions; the recorded step against its replay",
         "clone what is kept, and do not write into tensors that backward still needs",
+        raised_by=("loss_not_improving",),
+        experiments=("do_two_things_share_memory", "is_the_gradient_right"),
     ),
     Cause(
         "optimizer-config",
@@ -283,6 +389,9 @@ CAUSES = (
             ("momentum", "use momentum 0.9"),
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
         ),
+        raised_by=("optimizer_settings", "adam_epsilon"),
+        experiments=("does_the_optimizer_do_what_was_meant",),
+        intervention="eps",
     ),
 )
 

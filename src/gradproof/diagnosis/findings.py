@@ -51,10 +51,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A cause that was tested and is not it, with the number that says so."""
+    """A cause that was tested and is not it, with the number that says so.
+
+    `id` names the one thing that was measured; without it the whole family was. `step` is the last step it speaks for.
+    """
 
     family: str
     reason: str
+    id: str = ""
+    step: int | None = None
+
+    def covers(self, suspect: str, step: int) -> bool:
+        """Whether it clears a suspect at a step: what it measured, and no later than it measured it."""
+        if self.step is not None and step > self.step:
+            return False
+        return suspect == self.id if self.id else suspect.partition("/")[0] == self.family
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class Diagnosis:
     excluded: tuple[Exclusion, ...] = ()
     cost: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()  # in trouble, with nothing proven: what would tell most
 
     @property
     def worst(self) -> str | None:
@@ -86,4 +98,5 @@ class Diagnosis:
             "excluded": [asdict(exclusion) for exclusion in self.excluded],
             "cost": self.cost,
             "notes": list(self.notes),
+            "next_steps": list(self.next_steps),
         }

@@ -9,9 +9,12 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from gradproof.diagnosis.bookkeeping import trains_well
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
+from gradproof.diagnosis.gains import placed_by_gain
+from gradproof.diagnosis.places import add_place
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
 
@@ -34,6 +37,9 @@ PROOFS = (
 )
 
 
+# A learning rate that trains well is a little too high early and a little too low late: not worth a word.
+STEP_LENGTHS = ("lr-too-high", "lr-too-low")
+
 # Symptoms that say: this training does not go well, whatever the reason.
 TROUBLE = ("nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling")
 
@@ -50,20 +56,20 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     troubled = any(symptom.name in TROUBLE for symptom in symptoms)
     verdicts = last_verdicts(run)
     found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
-    excluded = {
-        v["family"]: Exclusion(v["family"], v.get("reason", ""))
-        for v in verdicts
-        if v.get("verdict") == "excluded"
-    }
-    found = add_suspicions(found, findings_of_symptoms(symptoms, set(excluded)))
+    if not troubled and trains_well(run):
+        found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
+    excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
+    found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)))
+    found = fold_consequences([add_place(placed_by_gain(finding, run), run) for finding in found])
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
         causes=add_trials(rank(found), run),
         symptoms=tuple(sorted(symptoms, key=lambda s: LEVELS.index(s.level))),
-        excluded=tuple(e for family, e in excluded.items() if family not in {f.family for f in found}),
+        excluded=tuple(e for e in excluded if e.family not in {f.family for f in found}),
         cost=run.info.get("cost", {}),
         notes=tuple(run.notes),
+        next_steps=suggest_next(found, run) if troubled else (),
     )
 
 
@@ -78,6 +84,15 @@ def last_verdicts(run: Run) -> list[dict[str, Any]]:
         if not (before and before["verdict"] == "confirmed" and before.get("lasting")):
             last[key] = event
     return list(last.values())
+
+
+# A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart.
+SPEAKS_FOR = 4
+
+
+def exclusion_of_verdict(verdict: dict[str, Any]) -> Exclusion:
+    until = SPEAKS_FOR * (verdict["step"] + 1) if verdict.get("step") is not None else None
+    return Exclusion(verdict["family"], verdict.get("reason", ""), verdict.get("about") or "", until)
 
 
 def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
@@ -112,17 +127,61 @@ def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Find
     return [*proven, *fresh]
 
 
+NONFINITE = ("forward-nonfinite", "backward-nonfinite")
+
+
+def fold_consequences(found: list[Finding]) -> list[Finding]:
+    """A NaN that is born in the very operation that is proven wrong in another way is what that mistake did."""
+    kept = []
+    for finding in found:
+        same = [
+            f
+            for f in found
+            if f.where == finding.where and f.family not in NONFINITE and f.level == "problem"
+        ]
+        if finding.family in NONFINITE and finding.where and any(f.confidence == "proven" for f in same):
+            continue
+        born = [f for f in found if f.family in NONFINITE and f.where and f.where == finding.where]
+        if finding in same and finding.confidence == "proven" and born:
+            finding = replace(finding, evidence=(*finding.evidence, f"consequence: {born[0].evidence[0]}"))
+        kept.append(finding)
+    return kept
+
+
+def suggest_next(found: list[Finding], run: Run) -> tuple[str, ...]:
+    """Where a training is in trouble and nothing is proven: the two experiments that would tell most."""
+    if any(f.level == "problem" and f.confidence == "proven" for f in found):
+        return ()
+    wanted = []
+    located = [f for f in found if f.id.endswith("/unlocated") and f.step is not None]
+    if located:
+        wanted.append(
+            f"`gradproof run --until {located[0].step} SCRIPT`: tapes the step of the first NaN or Inf"
+        )
+    if not run.info.get("cost", {}).get("taped_steps"):
+        wanted.append(
+            "`gradproof run SCRIPT` with experiments: no step of this run was taped, nothing was tested"
+        )
+    for finding in rank(found):
+        if BY_FAMILY[finding.family].intervention and finding.level != "note":
+            wanted.append(f"`gradproof run --verify SCRIPT`: tries the fix of {finding.id} from outside")
+            break
+    wanted.append("`gradproof.sanity.check_model`: can this model learn one batch at all?")
+    return tuple(wanted[:2])
+
+
 def add_trials(causes: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
     """Say with each cause what trying its fix has shown; a fix that did not help is not recommended."""
     trials = {event["id"]: trial_of_event(event) for event in run.events if event.get("event") == "trial"}
     return tuple(replace(c, tried=str(trials[c.id])) if c.id in trials else c for c in causes)
 
 
-def findings_of_symptoms(symptoms: list[Symptom], excluded: set[str]) -> list[Finding]:
+def findings_of_symptoms(symptoms: list[Symptom], excluded: list[Exclusion], steps: int) -> list[Finding]:
     """One finding for each cause that the symptoms suggest; symptoms of one cause become its evidence."""
     evidence: dict[str, list[Symptom]] = {}
     for symptom in symptoms:
-        suspects = [s for s in symptom.suspects if s.partition("/")[0] not in excluded]
+        last = steps if symptom.step is None else symptom.step
+        suspects = [s for s in symptom.suspects if not any(e.covers(s, last) for e in excluded)]
         if suspects:
             evidence.setdefault(suspects[0], []).append(symptom)
     return [finding_of_suspicion(id, seen) for id, seen in evidence.items()]
@@ -154,19 +213,49 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
 
 
 def rank(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Gravest first, surest first, earliest first; one finding a family and place."""
+    """Gravest first, causes before what they explain, surest first, earliest first; one finding a family and place."""
+    findings = [as_grave_as_short_steps(finding, findings) for finding in findings]
     best: dict[tuple[str, str | None], Finding] = {}
-    order = sorted(findings, key=_weight)
-    for finding in order:
+    for finding in sorted(findings, key=lambda finding: _weight(finding, findings)):
         best.setdefault((finding.family, finding.where), finding)
     return tuple(best.values())
 
 
-# What any other proven problem explains: whatever stops a network from learning makes its steps look too short.
-EXPLAINED_BY_OTHERS = ("lr-too-low",)
+# Steps that overshoot, or a start far off, where one of these was found: with it set right they may be fine.
+EXPLAINED_BY = {
+    "lr-too-high": (
+        "input-or-target-scale",
+        "loss-scale-or-sign",
+        "grad-accumulation-error",
+        "zero-grad-error",
+    ),
+    "bad-init": ("input-or-target-scale", "loss-scale-or-sign"),
+}
+# What makes steps short whatever the learning rate.
+SHORTENS_STEPS = ("optimizer-config/eps", "grad-clip-misuse/limit-too-small", "lr-schedule-error/dies-early")
 
 
-def _weight(finding: Finding) -> tuple[int, int, bool, float]:
+def as_grave_as_short_steps(finding: Finding, others: list[Finding]) -> Finding:
+    """What shortens steps, where steps are proven to be far too short, is the problem itself."""
+    short = any(
+        f.family == "lr-too-low" and f.level == "problem" and f.confidence == "proven" for f in others
+    )
+    return replace(finding, level="problem") if short and finding.id in SHORTENS_STEPS else finding
+
+
+def is_explained(finding: Finding, others: list[Finding]) -> bool:
+    """Whether another finding, no less grave, is behind this one; any problem makes steps look too short."""
+    graver = [
+        f
+        for f in others
+        if f.family != finding.family and LEVELS.index(f.level) <= LEVELS.index(finding.level)
+    ]
+    if finding.family == "lr-too-low":
+        return any(f.family not in EXPLAINED_BY for f in graver)
+    return any(f.family in EXPLAINED_BY.get(finding.family, ()) for f in graver)
+
+
+def _weight(finding: Finding, others: list[Finding]) -> tuple[int, bool, int, float]:
     step = float("inf") if finding.step is None else finding.step
-    explained = finding.family in EXPLAINED_BY_OTHERS
-    return LEVELS.index(finding.level), CONFIDENCES.index(finding.confidence), explained, step
+    explained = is_explained(finding, others)
+    return LEVELS.index(finding.level), explained, CONFIDENCES.index(finding.confidence), step

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.places import facts, line_of
 from gradproof.errors import UserError
 from gradproof.record.run import Run, open_run
 
@@ -17,7 +18,7 @@ SAME = 1e-4  # relative difference that the order of sums explains
 
 def ranks_out_of_step(run: Run) -> Iterator[Symptom]:
     """Gradients that differ after they were meant to be averaged, weights that differ, or the same data for all."""
-    if run.info.get("facts", {}).get("sharded"):
+    if facts(run, "sharded"):
         return  # each rank holds another part of one model: nothing is meant to be equal
     for number, other in other_ranks(run):
         found = compare(run, other, f"rank {run.info.get('rank', 0)}", f"rank {number}")
@@ -48,24 +49,51 @@ def compare(run: Run, other: Run, here: str, there: str) -> Symptom | None:
         name = first_different(run, other, "gradient")
         text = f"the optimizers of {here} and {there} see different gradients, {100 * gradients:.2g} % apart in size"
         text += f"; first in {name}" if name else ""
-        return Symptom(
-            "ranks_differ", "problem", text, 0, name or None, ("distributed-desync/gradients-not-averaged",)
-        )
+        why, line = why_not_averaged(run)
+        suspects = ("distributed-desync/gradients-not-averaged",)
+        return Symptom("ranks_differ", "problem", text + why, 0, place(name, line), suspects)
     weights = difference(run, other, "weight_norm")
     if weights is not None and weights > SAME:
         name = first_different(run, other, "weight")
         text = f"the gradients of {here} and {there} agree, their weights do not ({100 * weights:.2g} % apart in size)"
         text += f"; first {name}" if name else ""
-        return Symptom(
-            "ranks_differ", "problem", text, 0, name or None, ("distributed-desync/initial-weights",)
-        )
+        if seed := line_of(run, "manual_seed"):
+            text += f". They begin with the random numbers of the seed set at {seed}"
+        suspects = ("distributed-desync/initial-weights",)
+        return Symptom("ranks_differ", "problem", text, 0, place(name, seed), suspects)
     equal = share_equal(run, other, "loss")
     if equal is not None and equal > 0.9 and gradients is not None:
         text = (
             f"{here} and {there} have the same loss, to the last digit, at {100 * equal:.0f} % of the steps"
         )
-        return Symptom("ranks_see_the_same", "problem", text, 0, None, ("distributed-desync/same-data",))
+        line = line_of(run, "sampler", "loader", "forward")
+        return Symptom("ranks_see_the_same", "problem", text, 0, line, ("distributed-desync/same-data",))
     return None
+
+
+def why_not_averaged(run: Run) -> tuple[str, str | None]:
+    """What the script does about averaging, in words, and the line of it."""
+    wrapped, without = line_of(run, "ddp"), line_of(run, "no_sync")
+    if wrapped and not line_of(run, "synchronised forward"):
+        if without:
+            return (
+                f". Every pass through the DDP model of {wrapped} is inside the no_sync of {without}",
+                without,
+            )
+        forward = line_of(run, "forward")
+        return (
+            f". The DDP model made at {wrapped} is never called: the forward at {forward} goes around it",
+            forward,
+        )
+    if by_hand := line_of(run, "all_reduce"):
+        return f". all_reduce is called at {by_hand}", by_hand
+    if wrapped:
+        return f". DDP is made at {wrapped}", without or wrapped
+    return ". Nothing in the script averages them", line_of(run, "backward", "step")
+
+
+def place(name: str, line: str | None) -> str | None:
+    return f"{name} ({line})" if name and line else name or line
 
 
 def common(run: Run, other: Run, column: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from gradproof.diagnosis.bookkeeping import BOOKKEEPING, line_of
+from gradproof.diagnosis.bookkeeping import BOOKKEEPING
 from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
 from gradproof.record.run import Run, Table
@@ -120,6 +121,15 @@ def loss_fell(run: Run) -> bool:
     return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
 
 
+def is_an_objective(loss: np.ndarray) -> bool:
+    """Negative at times, and no larger at its end than it was: a policy's or a bound's, which may rise and be well."""
+    loss = loss[np.isfinite(loss)]
+    early, late = loss[: len(loss) // 4], loss[-max(3, len(loss) // 10) :]
+    return bool((loss < 0).any()) and float(np.median(np.abs(late))) < 3 * float(
+        np.abs(early).max(initial=0.0)
+    )
+
+
 def loss_not_improving(run: Run) -> Iterator[Symptom]:
     """The loss ends where it began, or higher."""
     several = len(list(tracks(run))) > 1
@@ -131,6 +141,8 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
         if found.rose:
             # of two players, one may lose what the other wins
             name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
+            if not several and is_an_objective(track.loss):
+                name, level = "objective_rising", "note"
             yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
@@ -210,7 +222,7 @@ def clipped_always(run: Run) -> Iterator[Symptom]:
 
 def gradient_flow(run: Run) -> Iterator[Symptom]:
     """Gradients that grow or die on their way from the output to the first layer."""
-    level = "note" if loss_fell(run) else "warning"
+    level = "note" if loss_fell(run) and not any(loss_hardly_falling(run)) else "warning"
     for number in sorted({p["optimizer"] for p in _parameters(run) if p["optimizer"] is not None}):
         flow = gradient_ratios(run, number)
         if flow is None:

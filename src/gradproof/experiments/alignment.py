@@ -25,7 +25,9 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
             odd.append((grid, shares))
     if aligned is not None:
         share = aligned.share_at(1)
-        yield excluded("data-target-misaligned", f"{100 * share:.3g} % of the targets are the next token")
+        text = f"{100 * share:.3g} % of the targets are the next token"
+        lags = name_lags({l: aligned.share_at(l) for l in LAGS})
+        yield excluded("data-target-misaligned/shift", text, numbers=lags)
         return
     for grid, shares in odd:
         yield from verdict_on(grid, shares)
@@ -37,6 +39,7 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
     where = grid.evidence.flow.origin(grid.comparison.target, grid.comparison.operation.line)
     text = ", ".join(f"{100 * shares[lag]:.0f} % at {lag:+d}" for lag in LAGS)
     line = f"targets that equal the input token so many positions ahead: {text}"
+    numbers = name_lags(shares)
     whole = float(grid.valid.double().mean()) > 0.95
     if 0 in exact and whole and can_copy(grid):
         yield confirmed(
@@ -47,6 +50,7 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             fix="shift by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
             level="problem" if is_causal(grid) else "warning",  # an encoder may be asked to copy
             lasting=True,
+            numbers=numbers,
         )
     elif exact and min(exact) > 1:
         yield confirmed(
@@ -56,6 +60,7 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             where=where,
             fix="shift once, either in the data or before the loss, so that targets are the next token",
             lasting=True,
+            numbers=numbers,
         )
     elif exact and max(exact) < 0:
         yield confirmed(
@@ -66,7 +71,13 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             level="warning",
             confidence="likely",
             lasting=True,
+            numbers=numbers,
         )
+
+
+def name_lags(shares: dict[int, float]) -> dict[str, float]:
+    """The table as the run keeps it."""
+    return {f"lag {lag}": round(share, 4) for lag, share in shares.items()}
 
 
 def is_causal(grid: Grid) -> bool:

@@ -122,7 +122,9 @@ def is_padding_attended(evidence: Evidence) -> Iterator[Verdict]:
             confidence="likely",
         )
     else:
-        yield excluded("attention-mask-error", f"padding gets {100 * mass:.2g} % of the attention")
+        yield excluded(
+            "attention-mask-error/padding-attended", f"padding gets {100 * mass:.2g} % of the attention"
+        )
 
 
 def padded_batches(evidence: Evidence) -> dict[int, Tensor]:

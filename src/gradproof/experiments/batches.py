@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.flow import place_of_data
+from gradproof.experiments.flow import ALIASES, place_of_data
 from gradproof.tape.operations import Line
 from gradproof.tape.operators import is_random
 
@@ -42,6 +42,7 @@ class Batch:
     held: int  # different samples in the data that the batch was cut from; 0 when it came whole
     where: str | None
     alone: bool  # one optimizer: two may well take turns on a batch
+    chosen: bool  # its rows were chosen in this step, not taken by an index that was there before
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
@@ -85,7 +86,10 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     value = values[slot]
     known: list[Batch] = evidence.memory["batches"]
     held = known[-1].held if known else count_samples(evidence, slot)
-    batch = Batch(evidence.step, fingerprints(value), held, flow.origin(slot), len(evidence.optimizers) == 1)
+    alone = len(evidence.optimizers) == 1
+    batch = Batch(
+        evidence.step, fingerprints(value), held, flow.origin(slot), alone, is_chosen_now(evidence, slot)
+    )
     for other in values.values():
         if other is not value and other.dim() and other.numel() % size == 0:
             batch.prints = batch.prints + math.pi * fingerprints(other.reshape(size, -1))
@@ -98,6 +102,18 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
+
+
+def is_chosen_now(evidence: Evidence, slot: int) -> bool:
+    """Whether a step chose its rows: by an index made in it, or one by one. A fixed index, or the first so many
+    rows, is what training on a fixed part of the data looks like."""
+    flow = evidence.flow
+    maker = flow.maker(flow.behind(slot, ALIASES - {"slice", "select"}))
+    if maker is None or maker.name in ("slice", "select"):
+        return False
+    if maker.name.startswith(("index", "gather", "take")) and len(maker.reads) > 1:
+        return flow.maker(flow.behind(maker.reads[1], ALIASES - {"slice", "select"})) is not None
+    return True
 
 
 def count_samples(evidence: Evidence, slot: int) -> int:
@@ -187,8 +203,8 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
     size = len(batches[-1].prints)
     if len(set(sets)) == 1:
         held = batches[-1].held
-        if held < 2 * len(set(sets[0])):
-            return None  # all the data there is, for all that is known
+        if held < 2 * len(set(sets[0])) or not batches[-1].chosen:
+            return None  # all the data there is, or all that is meant for training
         return confirmed(
             f"{FAMILY}/same-batch",
             f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
@@ -215,7 +231,7 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
 def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
     drawn = np.concatenate([batch.prints for batch in batches])
     distinct, size, last = len(np.unique(drawn)), len(batches[-1].prints), batches[-1]
-    if last.held >= 4 * distinct and distinct <= 2 * size and size > 1:
+    if last.held >= 4 * distinct and distinct <= 2 * size and size > 1 and last.chosen:
         return confirmed(
             f"{FAMILY}/few-samples",
             f"{len(drawn)} samples were drawn in {len(batches)} taped steps, but only {distinct} different ones, "
@@ -226,7 +242,8 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
         )
     if distinct >= 0.9 * len(drawn):
         return excluded(
-            FAMILY, f"{distinct} different samples among the {len(drawn)} of {len(batches)} steps"
+            f"{FAMILY}/few-samples",
+            f"{distinct} different samples among the {len(drawn)} of {len(batches)} steps",
         )
     return None
 
@@ -268,7 +285,7 @@ def are_labels_mixed(batches: list[Batch]) -> Verdict | None:
         text = f"{100 * most:.1f} % of {len(labels)} labels are class {values[counts.argmax()]}"
         fix = "weight the rare classes in the loss, or sample them more often"
         return confirmed(f"{FAMILY}/imbalance", text, fix=fix, level="warning", confidence="likely")
-    return excluded(FAMILY, line) if told < 0.2 else None
+    return excluded(f"{FAMILY}/sorted-by-class", line) if told < 0.2 else None
 
 
 def _do_inputs_come_in_order(batches: list[Batch]) -> Verdict | None:

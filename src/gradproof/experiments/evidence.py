@@ -35,21 +35,26 @@ class Verdict:
     id: str = ""
     evidence: tuple[str, ...] = ()
     reason: str = ""  # for an exclusion: the number that excludes
+    about: str = ""  # for an exclusion: the id that it is about; empty if the whole family is
     where: str | None = None
     fix: str = ""
     level: str = "problem"
     confidence: str = "proven"
     if_troubled: bool = False
     lasting: bool = False
-    numbers: dict[str, float] = field(default_factory=dict)  # what a fix from outside needs to know
+    numbers: dict[str, float] = field(
+        default_factory=dict
+    )  # what a fix from outside or the page needs to know
 
 
 def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:
     return Verdict(CONFIRMED, id.partition("/")[0], id, tuple(evidence), **details)
 
 
-def excluded(family: str, reason: str) -> Verdict:
-    return Verdict(EXCLUDED, family, reason=reason)
+def excluded(id: str, reason: str, **details: Any) -> Verdict:
+    """Not this: a whole family, or (family/what) the one thing that was measured."""
+    family, _, what = id.partition("/")
+    return Verdict(EXCLUDED, family, about=id if what else "", reason=reason, **details)
 
 
 def undecided(family: str, reason: str) -> Verdict:
@@ -69,6 +74,8 @@ class Evidence:
     memory: dict[str, Any] = field(
         default_factory=dict
     )  # kept between examinations, for each experiment its own key
+    before_update: bool = False  # the tape ends where the optimizer begins, and the weights are as they were
+    again: Any = None  # of a model's call that was made again: what was not finite, eager and compiled
 
     @cached_property
     def roles(self) -> Roles:

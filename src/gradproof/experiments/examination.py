@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -19,17 +20,26 @@ from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
+from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.leaks import has_validation_been_trained_on
+from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
-from gradproof.experiments.normalisation import does_normalisation_help
+from gradproof.experiments.normalisation import (
+    does_normalisation_help,
+    is_it_normalised_over_features,
+    is_rescaling_bounded,
+)
+from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.samples import are_samples_independent
+from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
@@ -41,6 +51,9 @@ from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
+from gradproof.tape.shadow import Shadow
+
+MOST_GAINS = 64  # steps whose gains are written into a run
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
 
@@ -71,10 +84,16 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_the_loss_start,
     does_the_optimizer_hold_everything,
     is_a_path_cut,
+    has_validation_been_trained_on,
     are_units_all_the_same,
     is_it_too_large,
     is_too_much_dropped,
     does_normalisation_help,
+    is_rescaling_bounded,
+    is_it_normalised_over_features,
+    is_ones_own_norm_over_the_batch,
+    is_attention_healthy,
+    does_the_optimizer_do_what_was_meant,
     do_units_respond,
     are_predictions_stuck,
     is_it_precision,
@@ -83,6 +102,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_two_things_share_memory,
     does_the_average_follow,
 )
+
+
+MOST_SHADOWS = 12  # taped steps whose gradients are kept parameter by parameter
 
 
 class Examination:
@@ -94,11 +116,30 @@ class Examination:
         self._memory: dict[str, Any] = {"facts": session.facts}
         self._said: dict[tuple[str, str], dict[str, Any]] = {}
         self._failed: set[str] = set()
+        self._gains_written = 0
+        self._shadows = 0
         self.seconds: dict[str, float] = {}
 
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
+        evidence = self._evidence(tape, step)
+        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
+            self._run(experiment, evidence)
+        if thorough and self._gains_written < MOST_GAINS:
+            self._write_gains(evidence)
+        if "shadow" in vars(evidence) and self._shadows < MOST_SHADOWS:  # one of them asked for it
+            self._shadows += 1
+            self._writer.write_event("shadow", step=step, **describe_shadow(evidence.shadow))
+
+    def locate(self, tape: Any, step: int, again: Any = None) -> bool:
+        """A step that is bad before its update, or one made again: True once the place of birth is known."""
+        evidence = self._evidence(tape, step)
+        evidence.before_update, evidence.again = True, again
+        self._run(where_was_it_born, evidence)
+        return bool(self._memory.get("located"))
+
+    def _evidence(self, tape: Any, step: int) -> Evidence:
         session = self._session
-        evidence = Evidence(
+        return Evidence(
             tape=tape,
             step=step,
             models=dict(session.names.roots),
@@ -107,8 +148,14 @@ class Examination:
             directory=None if self._writer.broken else self._writer.path,
             memory=self._memory,
         )
-        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
-            self._run(experiment, evidence)
+
+    def _write_gains(self, evidence: Evidence) -> None:
+        """The gain of each module, for the history that the diagnosis reads."""
+        self._gains_written += 1
+        with suppress(Exception):
+            modules = gains_by_module(evidence.tape)
+            if modules:
+                self._writer.write_event("gains", step=evidence.step, modules=modules)
 
     def _run(self, experiment: Experiment, evidence: Evidence) -> None:
         name = experiment.__name__
@@ -140,3 +187,23 @@ class Examination:
             return
         self._said[key] = facts
         self._writer.write_event("verdict", experiment=experiment, step=step, **facts)
+
+
+def describe_shadow(found: Shadow) -> dict[str, Any]:
+    """The gradients of a step against float64, parameter by parameter, as the run keeps them."""
+    return {
+        "loss": found.loss,
+        "true_loss": found.true_loss,
+        "parameters": [
+            {
+                "name": p.name,
+                "verdict": p.verdict,
+                "error": p.error,
+                "tolerance": p.tolerance,
+                "cosine": p.cosine,
+                "pattern": p.pattern,
+            }
+            for p in found.parameters
+        ],
+        "notes": found.notes,
+    }

@@ -5,6 +5,7 @@ The tail of a step are the operations behind the last one that used a weight; in
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,7 +120,8 @@ class Flow:
         """The batch as the network is given it: what outermost modules are called with, or what layers read first."""
         outer: list[ModuleCall] = []
         for call in self.tape.modules:
-            if not any(other.first <= call.first and call.last <= other.last for other in outer):
+            inside = any(other.first <= call.first and call.last <= other.last for other in outer)
+            if not inside and self._leads_to_loss(call):  # a validation between two steps does not
                 outer.append(call)
         given = [slot for call in outer for slot in call.inputs]
         given = (
@@ -129,6 +131,15 @@ class Flow:
         return [
             s for s in dict.fromkeys(given) if s in self.body and s not in inner and self.tape.slots[s].shape
         ]
+
+    def _leads_to_loss(self, call: ModuleCall) -> bool:
+        places = self._places
+        first = bisect_left(places, call.first)
+        return first < len(places) and places[first] < call.last
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [op.index for op in self.operations]
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
@@ -175,6 +186,10 @@ class Flow:
 
     def origin(self, slot: int, besides: Line | None = None) -> str | None:
         """Where a batch was cut out of its data (not at the line `besides`): `get_batch (train.py:40)`."""
+        line = self.origin_line(slot, besides)
+        return place_of_data(line) if line is not None else None
+
+    def origin_line(self, slot: int, besides: Line | None = None) -> Line | None:
         maker = self.maker(slot)
         while maker is not None:
             chosen = (
@@ -184,9 +199,9 @@ class Flow:
             )
             for op in (chosen, maker):
                 if op is not None and op.line is not None and op.line != besides:
-                    return place_of_data(op.line)
+                    return op.line
             maker = self.maker(maker.reads[0]) if maker.reads else None
-        return place_of_data(besides) if besides is not None else None
+        return besides
 
     def ancestors(self, slot: int) -> set[int]:
         """Every slot a slot was made from, itself included."""

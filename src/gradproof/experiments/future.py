@@ -43,7 +43,7 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
         yield sees(evidence, find_first_spread(evidence, {grid.token_slot: tokens}, confined), position, here)
         return
     yield excluded(
-        "attention-mask-error",
+        "attention-mask-error/sees-the-future",
         f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
     )
     if after <= 1e-9 * most and evidence.step >= 3 and _remembers(evidence):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
 from gradproof.experiments.nonfinite import place_of, step_is_nonfinite
+from gradproof.experiments.owners import named_parameters
 
 FAMILY_OF = {
     "wrong backward": "wrong-gradient/backward",
@@ -13,13 +14,6 @@ FAMILY_OF = {
     "recomputed differently": "wrong-gradient/recomputed-differently",
     "memory never written": "aliasing-or-inplace/never-written",
     "changed by a hook": "wrong-gradient/hook",
-}
-
-# the call whose line is to blame
-LINE_OF = {
-    "zero-grad-error/stale": "backward",
-    "zero-grad-error/before-step": "zero_grad",
-    "grad-accumulation-error/overwritten": "zero_grad",
 }
 
 
@@ -47,15 +41,29 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         if mismatch.parameter in idle or (stepped and mismatch.parameter not in stepped):
             continue
         if id := accumulated_wrongly(mismatch.how):
-            line = evidence.memory.get("facts", {}).get("lines", {}).get(LINE_OF[id])
+            line, why = call_to_blame(evidence, mismatch.parameter)
             where = f"{mismatch.parameter} ({line})" if line else mismatch.parameter
-            yield confirmed(id, str(mismatch), where=where)
+            yield confirmed(id, str(mismatch), *why, where=where)
             break
     wrong = [p for p in found.parameters if p.verdict == "wrong"]
     if wrong and not found.accumulation:
         yield undecided("wrong-gradient", str(wrong[0]))
     elif found.right and found.worst is not None and not found.notes:
         yield excluded("wrong-gradient", f"every gradient agrees with float64 to {found.worst.error:.0e}")
+
+
+def call_to_blame(evidence: Evidence, parameter: str) -> tuple[str, list[str]]:
+    """The line that clears gradients, or where nothing does, that calls backward; and whose gradients it clears."""
+    facts = evidence.memory.get("facts", {})
+    lines = facts.get("lines", {})
+    clears = lines.get("zero_grad", [])
+    if not clears:
+        return next(iter(lines.get("backward", [])), ""), []
+    tensor = named_parameters(evidence).get(parameter)
+    owners = [o for o in evidence.optimizers if any(p is tensor for g in o.param_groups for p in g["params"])]
+    if facts.get("_cleared") and owners and not any(id(o) in facts["_cleared"] for o in owners):
+        return clears[0], [f"zero_grad at {', '.join(clears)} clears the gradients of another optimizer"]
+    return clears[0], []
 
 
 def names_without_optimizer(evidence: Evidence) -> set[str]:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.owners import named_parameters
 
 TIMES = 2  # taped steps in which units are still the same
+PRODUCTS = ("mm", "conv", "linear", "matmul", "lstm", "gru", "rnn")  # in the names of matrix products
 LARGE_GAIN = 4.0  # PyTorch's own layers begin at 0.6 to 1.4
 LARGE_LOSS = 3.0  # times the loss of guessing
 
@@ -40,10 +42,18 @@ def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
         "bad-init/symmetric",
         f"the {weight.shape[0]} units of {name} are equal (first entry {value}) and {what}: they can never differ",
         *([f"so are those of {', '.join(n for n, _, _ in twins[1:4])}"] if len(twins) > 1 else []),
-        where=name.rpartition(".")[0] or name,
+        where=place_of_start(evidence, name),
         fix=f"initialise {name} at random, for example nn.init.xavier_uniform_; zeros only in a last layer",
         lasting=True,
     )
+
+
+def place_of_start(evidence: Evidence, name: str) -> str:
+    """The module of a parameter, and the line of the script that gave it its first values, where one did."""
+    parameter = named_parameters(evidence).get(name)
+    known = evidence.memory.get("facts", {}).get("_initialised", {}).get(id(parameter))
+    module = name.rpartition(".")[0] or name
+    return f"{module} ({known[1]})" if known is not None and known[0]() is parameter else module
 
 
 def same_rows(tensor: Tensor) -> bool:
@@ -73,7 +83,7 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     yield confirmed(
         "bad-init/too-large",
         *lines,
-        where=name.rpartition(".")[0] or name,
+        where=place_of_start(evidence, name),
         fix=f"initialise {name} with a standard deviation of about {std:.2g}, not {float(weight.detach().std()):.2g}",
         if_troubled=not far,
         confidence="proven" if far else "likely",
@@ -83,12 +93,12 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
 
 def weights_at_start(evidence: Evidence) -> dict[str, Tensor]:
     """The weights before the taped step, less those that a single step changes much: they tell of the step."""
-    tables, known = looked_up(evidence), set(named_parameters(evidence))
+    factors, known = multiplied(evidence), set(named_parameters(evidence))
     found = {}
     for slot in evidence.tape.parameters:
         value, change = evidence.tape.leaf_value(slot.index), evidence.updates.get(slot.index)
         steady = change is None or float(change.double().norm()) < 0.2 * float(value.double().norm())
-        if slot.name in known and slot.name not in tables and steady:
+        if slot.name in known and slot.index in factors and steady:
             found[slot.name] = value
     return found
 
@@ -103,13 +113,10 @@ def gain_of(parameter: Tensor) -> float | None:
     return math.sqrt(fan_in) * float(parameter.detach().square().mean().sqrt())
 
 
-def looked_up(evidence: Evidence) -> set[str]:
-    """Tables whose rows are picked, not multiplied with."""
-    return {
-        evidence.slot(op.reads[0]).name
-        for op in evidence.forward
-        if op.name in ("embedding", "_embedding_bag", "index", "index_select") and op.reads
-    }
+def multiplied(evidence: Evidence) -> set[int]:
+    """Parameters that something is multiplied with; not tables whose rows are picked or added."""
+    products = [op for op in evidence.forward if any(word in op.name for word in PRODUCTS)]
+    return {evidence.flow.behind(slot, VIEWS) for op in products for slot in op.reads}
 
 
 def loss_of_guessing(evidence: Evidence) -> float | None:

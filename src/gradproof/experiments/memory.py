@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.nonfinite import place_of
-from gradproof.tape.operations import Operation, references
+from gradproof.tape.operations import Line, Operation, references
 
 FEWEST = 6  # members of a stack that are one and the same memory
 STACKS = ("stack", "cat")
@@ -53,15 +53,30 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
         ]
         outside = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
         if same >= 0.9 * len(members) and (len(rewritten) >= 2 or outside):
+            written = rewritten[-1].line if rewritten else operation.line
+            given = handed_out(evidence, first, operation)
             return confirmed(
                 "aliasing-or-inplace/one-buffer",
                 f"{same} of the {len(members)} tensors that {operation.name} puts together are one memory: "
                 "all hold what was written last",
-                where=place_of(operation.module, rewritten[-1].line if rewritten else operation.line),
+                f"put together at {operation.line}" + (f", last written at {written}" if rewritten else ""),
+                where=place_of(operation.module, given or written),
                 fix="keep a clone() of what changes later",
                 lasting=True,
             )
     return None
+
+
+def handed_out(evidence: Evidence, first: int, stack: Operation) -> Line | None:
+    """The line that makes a view of the buffer to be kept: there a clone() is missing."""
+    storage = evidence.slot(first).storage
+    views = [
+        op
+        for op in evidence.forward
+        if op.name in VIEWS and op.line not in (None, stack.line) and not op.module and op.index < stack.index
+    ]
+    kept = [op for op in views if any(evidence.slot(made).storage == storage for made in op.makes)]
+    return kept[-1].line if kept and storage >= 0 else None
 
 
 def place_in_memory(evidence: Evidence, views: dict[int, tuple], slot: int) -> tuple:

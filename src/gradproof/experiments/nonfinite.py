@@ -19,8 +19,16 @@ HALF = {"float16", "bfloat16"}
 
 
 def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
-    """On every taped step; silent while loss and gradients are finite."""
-    if evidence.memory.get("located") or not step_is_nonfinite(evidence):
+    """On every taped step, and before the update of a bad one; silent while loss and gradients are finite."""
+    if evidence.memory.get("located"):
+        return
+    again = evidence.again
+    if again is not None and not again.eager:
+        if again.compiled:
+            evidence.memory["located"] = True
+            yield born_in_the_compiler(evidence, again.compiled)
+        return
+    if again is None and not step_is_nonfinite(evidence):
         return
     bad = find_first_bad_operation(evidence.tape)
     if bad is None:
@@ -38,7 +46,25 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     bundle = keep_for_later(evidence, bad)
     if bundle:
         found = replace(found, evidence=(*found.evidence, f"reproduce  python {bundle}/reproduce.py"))
+    if evidence.before_update:
+        found = replace(found, evidence=(*found.evidence, "found    before the bad update was written"))
     yield found
+
+
+def born_in_the_compiler(evidence: Evidence, what: str) -> Verdict:
+    """The same call, from the same numbers: finite operation by operation, not finite by the compiled code."""
+    family = "forward-nonfinite" if what == "output" else "backward-nonfinite"
+    called = [call.path or call.kind for call in evidence.tape.modules if call.kind != "OptimizedModule"]
+    return confirmed(
+        f"{family}/born-in-the-compiler",
+        f"the {what} of the compiled model is not finite at step {evidence.step}, nor when its code is run again",
+        "run operation by operation, from the same inputs, weights and random numbers, it is finite",
+        "found    before the bad update was written",
+        where=called[0] if called else None,
+        fix='compile with backend="aot_eager": if the NaN goes, the generated code makes it; then keep parts of the '
+        "model out with torch.compiler.disable until it goes",
+        lasting=True,
+    )
 
 
 def keep_for_later(evidence: Evidence, bad: FirstBad) -> Path | None:

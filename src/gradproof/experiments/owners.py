@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+import os
+import re
+import sys
 from collections.abc import Iterator
+from types import FrameType
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.tape.operations import references
@@ -31,18 +38,96 @@ def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
     places = [unknown.get(name, name) for name in missing]
     shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
     lines = [f"{shown} get a gradient at every step and no optimizer changes them"]
+    where, line = places[0], line_of_optimizer(evidence)
     if orphans:
         id_, fix = "replaced", "make the optimizer after the model has its final layers"
         lines.append(f"{len(orphans)} tensors that the optimizer holds are no longer part of the model")
-    elif any(name in unknown for name in missing):
-        id_, fix = (
-            "unregistered",
-            "keep submodules in nn.ModuleList or nn.ModuleDict, parameters in nn.Parameter",
-        )
-        lines.append("model.parameters() does not list them: they are kept in a plain list or dict")
+    elif all(name in unknown for name in missing) and (holder := find_plain_holder(evidence)) is not None:
+        id_ = "unregistered"
+        fix = "keep submodules in nn.ModuleList or nn.ModuleDict, parameters in nn.Parameter"
+        lines.append(f"model.parameters() does not list them: {holder[0]} is a plain {holder[1]}")
+        where, line = holder[0], holder[2]
+    elif all(name in unknown for name in missing):
+        strangers = find_strangers({id(p) for p in named.values()}, held)
+        if strangers and not any(module.training for _, module in strangers):
+            return  # a model that only judges, in eval mode: nobody meant to train it
+        where = strangers[0][0] if strangers else places[0]
+        id_, fix = "not-in-optimizer", f"give an optimizer the parameters of {where} too"
+        lines += ["two optimizers hold the same parameters"] if doubles(evidence) else []
     else:
         id_, fix = "not-in-optimizer", f"give the optimizer {shown} too"
-    yield confirmed(f"param-not-updated/{id_}", *lines, where=places[0], fix=fix, lasting=True)
+    where = f"{where} ({line})" if line else where
+    yield confirmed(f"param-not-updated/{id_}", *lines, where=where, fix=fix, lasting=True)
+
+
+def line_of_optimizer(evidence: Evidence) -> str:
+    """Where the optimizer was made; of several, the one that holds what another holds already."""
+    made: dict[int, str] = evidence.memory.get("facts", {}).get("_optimizers_made", {})
+    lines = [line for o in (*doubles(evidence), *evidence.optimizers) if (line := made.get(id(o), ""))]
+    return lines[0] if lines else ""
+
+
+def doubles(evidence: Evidence) -> list[torch.optim.Optimizer]:
+    """Optimizers that were made later and hold tensors of an earlier one."""
+    seen: set[int] = set()
+    found = []
+    order = list(evidence.memory.get("facts", {}).get("_optimizers_made", {}))
+    for optimizer in sorted(evidence.optimizers, key=lambda o: order.index(id(o)) if id(o) in order else 0):
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own & seen:
+            found.append(optimizer)
+        seen |= own
+    return found
+
+
+def find_plain_holder(evidence: Evidence) -> tuple[str, str, str] | None:
+    """A list or dict of modules that is an attribute of a module: its path, what it is, where the class sets it."""
+    for prefix, root in evidence.models.items():
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                    continue
+                members = value.values() if isinstance(value, dict) else value
+                if any(isinstance(member, (nn.Module, nn.Parameter)) for member in members):
+                    whole = ".".join(part for part in (prefix, path, name) if part)
+                    return whole, type(value).__name__, line_that_sets(type(module), name)
+    return None
+
+
+def line_that_sets(owner: type, name: str) -> str:
+    """The line of a class's source that gives `self.name` its value."""
+    try:
+        lines, first = inspect.getsourcelines(owner)
+        file = inspect.getsourcefile(owner) or ""
+    except (OSError, TypeError):
+        return ""
+    number = next(
+        (i for i, text in enumerate(lines, first) if re.search(rf"self\.{name}\b[^=]*=", text)), None
+    )
+    return f"{os.path.basename(file)}:{number}" if number is not None else ""
+
+
+def find_strangers(known: set[int], held: set[int]) -> list[tuple[str, nn.Module]]:
+    """Models with gradients whose parameters nobody knows or holds, by the names that the script gives them."""
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
+    inner = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
+    found = []
+    for module in modules:
+        own = [p for p in module.parameters() if has_gradient(p)] if id(module) not in inner else []
+        if own and not any(id(p) in known or id(p) in held for p in own):
+            found.append((variable_of(module) or type(module).__name__, module))
+    return found
+
+
+def variable_of(value: object) -> str | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "gradproof"):
+            for name, found in (*frame.f_locals.items(), *frame.f_globals.items()):
+                if found is value and not name.startswith("_"):
+                    return name
+        frame = frame.f_back
+    return None
 
 
 def named_parameters(evidence: Evidence) -> dict[str, Tensor]:

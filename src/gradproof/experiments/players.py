@@ -42,7 +42,7 @@ def do_the_players_disagree(evidence: Evidence) -> Iterator[Verdict]:
         )
     else:
         text = f"fakes are called {seen['judge']:g} by the discriminator's loss, {seen['maker']:g} by the generator's"
-        yield excluded(FAMILY, text)
+        yield excluded(f"{FAMILY}/players-agree", text)
 
 
 def constant_label(evidence: Evidence, comparison: Comparison) -> float | None:

@@ -70,7 +70,7 @@ def verdict_on(grid: Grid, pad: int | None, counts: Tensor) -> Iterator[Verdict]
             lasting=True,
         )
     else:
-        yield excluded(FAMILY, f"{text} ({ignored})")
+        yield excluded(f"{FAMILY}/padding-counts", f"{text} ({ignored})")
 
 
 def is_the_mean_over_what_counts(evidence: Evidence) -> Iterator[Verdict]:

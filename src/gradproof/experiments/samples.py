@@ -46,7 +46,7 @@ def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
             continue
         if all(kept):
             text = f"changing one of {count} samples changes no prediction for another"
-            yield excluded(FAMILY, text)
+            yield excluded(f"{FAMILY}/coupled-samples", text)
             return
         coupled.append((leaves, confined, count))
     if coupled:

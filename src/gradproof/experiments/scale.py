@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow
+from gradproof.experiments.provenance import say_where_made
 from gradproof.experiments.targets import LATE, share_learned
 
 FAMILY = "input-or-target-scale"
@@ -34,7 +35,7 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
         target = values.get(comparison.target)
         if target is not None and target.is_floating_point() and target.numel():
             for verdict in (
-                *of_yes_or_no(flow, comparison, target),
+                *of_yes_or_no(evidence, comparison, target),
                 *of_targets(evidence, comparison, target, learned),
             ):
                 found = True
@@ -52,11 +53,11 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
                 return
             if not found:
                 size = float(value.double().pow(2).mean().sqrt())
-                yield excluded(FAMILY, f"the inputs have a root mean square of {size:.3g}")
+                yield excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
                 return
 
 
-def of_yes_or_no(flow: Flow, comparison: Comparison, target: Tensor) -> Iterator[Verdict]:
+def of_yes_or_no(evidence: Evidence, comparison: Comparison, target: Tensor) -> Iterator[Verdict]:
     if comparison.kind != "binary":
         return
     low, high = float(target.min()), float(target.max())
@@ -65,7 +66,8 @@ def of_yes_or_no(flow: Flow, comparison: Comparison, target: Tensor) -> Iterator
             f"{FAMILY}/yes-or-no-target",
             f"the targets of the binary cross-entropy go from {low:.4g} to {high:.4g}; it wants 0 to 1, "
             "and has no lower bound outside",
-            where=flow.origin(comparison.target, comparison.operation.line),
+            *say_where_made(evidence, comparison.target, comparison.operation.line, target=True),
+            where=evidence.flow.origin(comparison.target, comparison.operation.line),
             fix=f"divide the targets by {high:.4g}" if low >= 0 else "bring the targets to 0 … 1",
             lasting=True,
         )
@@ -84,6 +86,7 @@ def of_targets(
             f"{FAMILY}/raw-targets",
             f"the targets are {mean:.4g} ± {spread:.3g}; a network starts near 0 ± 1",
             *explain(evidence, learned),
+            *say_where_made(evidence, comparison.target, comparison.operation.line, target=True),
             where=evidence.flow.origin(comparison.target, comparison.operation.line),
             fix=f"standardise the targets: (y - {mean:.4g}) / {spread:.3g}",
             **harm(learned, size),
@@ -112,6 +115,7 @@ def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | Non
             f"{FAMILY}/pixels-to-255",
             f"the inputs are whole numbers from {low:g} to {high:g}: pixels that were not scaled",
             *explain(evidence, learned),
+            *say_where_made(evidence, slot),
             where=where,
             fix="divide by 255, then subtract the mean and divide by the standard deviation",
             **harm(learned, high),
@@ -132,6 +136,7 @@ def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | Non
         f"{what} is {mean:.4g} ± {spread:.3g}"
         + (f", the smallest feature has the size {smallest:.2g}" if len(sizes) > 1 else ""),
         *explain(evidence, learned),
+        *say_where_made(evidence, slot),
         where=where,
         fix="standardise each feature: subtract its mean, divide by its standard deviation",
         **harm(learned, float(sizes[worst])),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.initial import place_of_start
 from gradproof.tape.replay import Replay, differentiate
 
 FEWEST_BLOCKS = 4
@@ -50,6 +51,8 @@ def find_chains(evidence: Evidence) -> list[Chain]:
     for call in evidence.tape.modules:
         if not call.outputs or not evidence.slot(call.outputs[0]).dtype.is_floating_point:
             continue
+        if not evidence.slot(call.outputs[0]).followed:
+            continue  # a validation between two steps
         calls.setdefault(call.path, []).append(call.outputs[0])
         match = re.fullmatch(r"(.+)\.\d+", call.path)
         if match:
@@ -104,7 +107,7 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
             f"exploding-signal/{how}",
             numbers,
             f"a factor of {gain:.3g} a {link}",
-            where=worst_link(chain, forward),
+            where=place_in(evidence, chain, worst_link(chain, forward)),
             if_troubled=not (growth > 10 * GROWS and flow > EXPLODES),  # both at once is no matter of scale
         )
     if flow < DIES or growth < DIES:
@@ -113,10 +116,36 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
             f"vanishing-signal/{how}",
             numbers,
             f"a factor of {gain:.3g} a {link}",
-            where=chain.paths[0] if chain.kind == "time steps" else chain.name,
+            where=place_in(evidence, chain, chain.name),
             if_troubled=chain.kind != "blocks" or not flow < 1e-10,
         )
     return None
+
+
+def place_in(evidence: Evidence, chain: Chain, link: str) -> str:
+    """Of a recurrence, the weight that what comes back is multiplied with, and the line that gave it its values."""
+    if chain.kind != "time steps":
+        return link
+    weight = recurrent_weight(evidence, chain)
+    return place_of_start(evidence, weight) if weight else link
+
+
+def recurrent_weight(evidence: Evidence, chain: Chain) -> str:
+    """The matrix that meets the last call's output on its way to this call's."""
+    first, second = chain.slots[0], chain.slots[1]
+    reach = {first}
+    weights = {slot.index: slot.name for slot in evidence.tape.parameters if len(slot.shape) == 2}
+    for operation in evidence.forward:
+        met = [weights[slot] for slot in operation.reads if slot in weights]
+        if not reach.isdisjoint(operation.reads):
+            if met:
+                return met[0]
+            reach.update((*operation.makes, *operation.writes))
+        elif met and operation.makes:  # a transposed weight is still the weight
+            weights.update(dict.fromkeys(operation.makes, met[0]) if operation.name == "t" else {})
+        if second in operation.makes:
+            break
+    return ""
 
 
 def sizes(slots: tuple[int, ...], values: dict) -> list[float]:

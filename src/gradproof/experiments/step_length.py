@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.terms import take_apart
 
 SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)
 FAR = (10.0, 100.0, 1000.0)
@@ -55,6 +57,7 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         rate, share = largest_lr(evidence), min(p.best for p in over)
         fix = f"lower the learning rate: about {rate * share:.1e} instead of {rate:.1e}, and warm it up"
         lines = [f"{len(over)} of {len(probes)} taped steps overshoot", *(str(p) for p in over[-2:])]
+        lines += say_what_is_summed(evidence)
         numbers = {"lr_factor": min(share, 0.5)}
         yield confirmed("lr-too-high/overshoot", *lines, if_troubled=True, fix=fix, numbers=numbers)
     elif not over:
@@ -64,6 +67,19 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         )
     if 0 <= start - probe.losses[1.0] < 1e-3 * abs(start):
         yield from is_far_better(evidence, start)
+
+
+def say_what_is_summed(evidence: Evidence) -> list[str]:
+    """A loss that adds up where others average makes every step so many times longer: worth knowing beside this."""
+    batch = evidence.slot(evidence.flow.inputs[0]).shape[0] if evidence.flow.inputs else 1
+    for root in evidence.tape.loss_slots:
+        for term in take_apart(evidence.flow, root):
+            if batch > 1 and term.operand[:1] == (batch,) and not term.is_averaged_over(batch):
+                place = place_of("", term.operation.line)
+                return [
+                    f"the loss is a sum over {batch} samples ({place}): their mean makes the step {batch} times shorter"
+                ]
+    return []
 
 
 def largest_lr(evidence: Evidence) -> float:

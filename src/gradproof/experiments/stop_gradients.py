@@ -42,7 +42,7 @@ class Side:
 
 def does_gradient_reach_what_it_must_not(evidence: Evidence) -> Iterator[Verdict]:
     """The first slip found: a trained teacher, a target that depends on what is trained, a baseline that is."""
-    for look in (trained_teacher, compared_with_itself, pulled_baseline):
+    for look in (trained_teacher, pulled_distribution, compared_with_itself, pulled_baseline):
         found = look(evidence)
         if found is not None:
             yield found
@@ -85,6 +85,25 @@ def reaches_parameter(evidence: Evidence, slot: int, parameters: set[int]) -> bo
             return False
         slot = maker.reads[0]
     return False
+
+
+def pulled_distribution(evidence: Evidence) -> Verdict | None:
+    """Σ p log q, of two networks that have no layer in common, with gradient into the one that makes p."""
+    pairs: list[tuple[Operation, Side, Side]] = []
+    for operation in evidence.forward:
+        refs = [arg for arg in operation.args if isinstance(arg, Ref)]
+        if operation.name != "mul" or operation.module or len(refs) != 2 or not all(r.tracked for r in refs):
+            continue
+        makers = [through_views(evidence, ref.slot) for ref in refs]
+        names = [maker.name if maker else "" for maker in makers]
+        if sorted(names) == ["_log_softmax", "_softmax"]:
+            p, log_q = (side_of(evidence, refs[names.index(n)].slot) for n in ("_softmax", "_log_softmax"))
+            pairs.append((operation, p, log_q))
+    predicting = {layer for _, _, prediction in pairs for layer in prediction.layers}
+    for operation, target, prediction in pairs:
+        if target.layers and prediction.layers and not target.layers & predicting:
+            return verdict_of(operation, target, "a distribution that another network puts out")
+    return None
 
 
 def compared_with_itself(evidence: Evidence) -> Verdict | None:
@@ -138,10 +157,13 @@ def is_similarity(evidence: Evidence, product: Operation) -> bool:
 
 def verdict_of(operation: Operation, target: Side, what: str, level: str = "problem") -> Verdict:
     layers = ", ".join(sorted(target.layers)[:3])
+    # the target is to be cut off where it is made; a comparison made in the same line stands for both
+    made = next((op.line for op in target.after if op.line and op.line != operation.line), operation.line)
     return confirmed(
         "missing-stop-gradient/target",
-        f"{operation.name} compares two things that are both trained: the target, {what}, passes gradient to {layers}",
-        where=place_of("", operation.line),
+        f"the loss compares two things that are both trained: the target, {what}, passes gradient to {layers}",
+        *([f"compared at {operation.line}"] if made != operation.line else []),
+        where=place_of("", made),
         fix="compute the target under torch.no_grad(), or detach() it",
         level=level,
         confidence="likely",

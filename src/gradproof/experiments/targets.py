@@ -11,11 +11,13 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.provenance import say_where_made
 from gradproof.tape.operators import is_random
 
 FAMILY = "data-target-misaligned"
 MOST = 600  # samples remembered
 COLUMNS = 256  # of a sample
+SHORT_NUMBERS = 251  # bfloat16 and uint8 hold them all; a prime, so that strides do not repeat them
 LATE = 100  # steps after which a network that can learn has learned something
 
 
@@ -70,27 +72,49 @@ def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
                 rows = flow.tape.slots[first].shape[0]
                 if first == second or flow.tape.slots[second].shape[0] != rows:
                     continue
-                numbers = {leaf: _row_numbers(flow, leaf) for leaf in (first, second)}
-                found = flow.values([slot, comparison.target], numbers)
-                if slot not in found or comparison.target not in found:
+                ends = (slot, comparison.target)
+                sent = _send_numbers(flow, (first, second), ends, SHORT_NUMBERS)
+                if sent is None or len(sent[0]) == rows:
                     continue
-                a, b = (_as_rows(found[s], rows) for s in (slot, comparison.target))
-                if a is None or b is None or len(a) != len(b) or len(a) < 4 or len(a) == rows:
-                    continue
-                return _verdict_on_rows(flow, comparison, a, b)
+                return _verdict_on_rows(
+                    flow, comparison, *sent, _send_numbers(flow, (first, second), ends, rows)
+                )
     return None
 
 
-def _verdict_on_rows(flow: Flow, comparison: Comparison, a: Tensor, b: Tensor) -> Verdict | None:
+def _send_numbers(
+    flow: Flow, leaves: tuple[int, int], ends: tuple[int, int], modulus: int
+) -> tuple[Tensor, Tensor] | None:
+    """Each row's number modulo `modulus`, put in place of the data, as it arrives at both ends."""
+    found = flow.values(list(ends), {leaf: _row_numbers(flow, leaf, modulus) for leaf in leaves})
+    if not all(end in found for end in ends):
+        return None
+    a, b = (_as_rows(found[end], modulus) for end in ends)
+    return None if a is None or b is None or len(a) != len(b) or len(a) < 4 else (a, b)
+
+
+def _verdict_on_rows(
+    flow: Flow, comparison: Comparison, a: Tensor, b: Tensor, whole: tuple[Tensor, Tensor] | None
+) -> Verdict | None:
+    """From the numbers of the rows modulo SHORT_NUMBERS, and, to show, the `whole` numbers if they got through."""
     wrong = float((a != b).double().mean())
     if wrong == 0:
-        return excluded(FAMILY, f"each of {len(a)} targets is taken from the row of its input")
-    if wrong < 0.5 or len(torch.unique(b - a)) == 1:
+        return excluded(
+            f"{FAMILY}/rows-of-another-batch", f"each of {len(a)} targets is taken from the row of its input"
+        )
+    if wrong < 0.5 or len(torch.unique((b - a) % SHORT_NUMBERS)) == 1:
         return None  # always the same distance: a window of a series
-    pairs = ", ".join(f"{int(x)} with {int(y)}" for x, y in zip(a[:4], b[:4], strict=True))
+    pairs = ""
+    if (
+        whole is not None
+        and torch.equal(whole[0] % SHORT_NUMBERS, a)
+        and torch.equal(whole[1] % SHORT_NUMBERS, b)
+    ):
+        first = zip(whole[0][:4], whole[1][:4], strict=True)
+        pairs = ": rows " + ", ".join(f"{int(x)} with {int(y)}" for x, y in first) + ", …"
     return confirmed(
         f"{FAMILY}/rows-of-another-batch",
-        f"{100 * wrong:.0f} % of the targets are taken from another row than their input: rows {pairs}, …",
+        f"{100 * wrong:.0f} % of the targets are taken from another row than their input{pairs}",
         where=flow.origin(comparison.target),
         fix="index inputs and targets with the same rows",
         lasting=True,
@@ -113,9 +137,9 @@ def _data_behind(flow: Flow, slot: int) -> list[int]:
     return [leaf.index for leaf in leaves if leaf.index in kept and leaf.shape and leaf.shape[0] > size]
 
 
-def _row_numbers(flow: Flow, leaf: int) -> Tensor:
+def _row_numbers(flow: Flow, leaf: int, modulus: int) -> Tensor:
     slot = flow.tape.slots[leaf]
-    numbers = torch.arange(slot.shape[0], device=slot.device).to(slot.dtype)
+    numbers = (torch.arange(slot.shape[0], device=slot.device) % modulus).to(slot.dtype)
     return numbers.reshape(-1, *[1] * (len(slot.shape) - 1)).expand(slot.shape).contiguous()
 
 
@@ -177,7 +201,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind == "class")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
     if z > 5:
-        yield excluded(FAMILY, text)
+        yield excluded(f"{FAMILY}/targets-independent-of-inputs", text)
     elif z < 2.5 and evidence.step >= LATE and kept["count"] >= 100:
         learned = share_learned(evidence, comparison)
         if learned is not None and learned < 0.03:
@@ -185,6 +209,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
                 f"{FAMILY}/targets-independent-of-inputs",
                 text,
                 f"after {evidence.step} steps the predictions explain {100 * max(learned, 0):.1f} % of the targets",
+                *say_where_made(evidence, slot),
                 where=flow.origin(comparison.target, comparison.operation.line),
                 fix="check that inputs and targets are shuffled together, and print a batch side by side",
                 if_troubled=True,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +13,9 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import KINDS, VIEWS, Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
-from gradproof.tape.operations import Operation, Ref
+from gradproof.experiments.provenance import lines_of_names
+from gradproof.experiments.targets import sources
+from gradproof.tape.operations import Line, Operation, Ref
 from gradproof.tape.replay import differentiate
 
 FAMILY = "loss-scale-or-sign"
@@ -43,28 +47,57 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
         return
     for op in picks:
         gradient = gradients.get(op.makes[0])
-        if gradient is not None and float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
+        # what a policy did is no right class: it comes one at a time, is drawn, or is weighed by what it brought
+        if gradient is None or gradient.numel() < 2 or policies or is_drawn(flow, op):
+            continue
+        if float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
             yield wrong_way(op, "log-probability away from the right class", -1.0, False)
             return
     for made, weight, op in policies:
         found = flow.values([weight]).get(weight)
         gradient = gradients.get(made)
         cosine = _cosine(up * gradient, found) if gradient is not None and found is not None else None
-        if cosine is not None and cosine > 0.9:
+        wanted = is_it_wanted(op.line)
+        if cosine is not None and cosine > 0.9 and wanted is not False:
             yield confirmed(
                 f"{FAMILY}/policy-sign",
                 "the gradient lowers the log-probability of what was done in proportion to the weight it is given "
                 f"(cosine {cosine:.3f}): after a good return the action becomes less likely",
                 where=place_of("", op.line),
                 fix="minimise the negative: loss = -(log_prob * advantage).mean()",
-                confidence="likely",
+                level="problem" if wanted else "warning",
+                confidence="likely" if wanted else "possible",
                 lasting=True,
             )
             return
     if cosines and min(cosines) > 0.5:
         yield excluded(
-            FAMILY, f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})"
+            f"{FAMILY}/sign",
+            f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})",
         )
+
+
+GOOD = re.compile(r"rew|return|(\b|_)rets?\b|score|gain|payoff|utility", re.I)
+BAD = re.compile(r"cost|penalt|regret|tour|length|distance|energy|delay", re.I)
+
+
+def is_it_wanted(line: Line | None) -> bool | None:
+    """Whether the numbers that weigh a policy's choices are something to gain or to avoid, by what the script calls
+    them: costs may well be minimised. The nearest line with a word for it counts; None where there is none."""
+    seen = ""
+    for number in lines_of_names(line) if line is not None else ():
+        text = re.sub(r"\w*loss\w*|^\s*return\b", "", linecache.getline(line.file, number) if line else "")
+        seen += text
+        for part in (text, text.partition("=")[0]):  # `reward = -distance` is a reward
+            good, bad = GOOD.search(part) is not None, BAD.search(part) is not None
+            if good != bad:
+                return good
+    return True if re.search(r"\badv", seen) else None  # an advantage is better than expected
+
+
+def is_drawn(flow: Flow, pick: Operation) -> bool:
+    """Whether what is picked was drawn at random in this step."""
+    return any(sources(flow, slot)[1] for slot in pick.reads[1:])
 
 
 def plain_differences(flow: Flow, root: int) -> Iterator[int]:
@@ -138,7 +171,7 @@ def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
 
 
 def _is_log_probability(flow: Flow, slot: int) -> bool:
-    """Picked by gather out of a log_softmax or out of scores less their logsumexp."""
+    """Picked by gather out of a log_softmax, of the log of a softmax, or of scores less their logsumexp."""
     maker = flow.maker(flow.behind(slot, VIEWS | {"stack", "cat"}))
     while maker is not None and maker.name in ("stack", "cat"):
         maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
@@ -150,7 +183,17 @@ def _is_log_probability(flow: Flow, slot: int) -> bool:
     if source.name == "sub" and len(source.reads) == 2:
         other = flow.maker(flow.behind(source.reads[1], VIEWS))
         return other is not None and other.name == "logsumexp"
-    return source.name == "_log_softmax"
+    return source.name == "_log_softmax" or _is_log_of_softmax(flow, source)
+
+
+def _is_log_of_softmax(flow: Flow, operation: Operation) -> bool:
+    """The log of probabilities that were clamped and made to sum to 1, as torch.distributions does."""
+    if operation.name != "log":
+        return False
+    maker: Operation | None = operation
+    while maker is not None and maker.name in ("log", "clamp", "div"):
+        maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+    return maker is not None and maker.name == "_softmax"
 
 
 @dataclass

@@ -33,6 +33,7 @@ class Score:
     place: bool | None  # None: there is no place to name, or the family was missed
     seconds: float
     said: str
+    where: str = ""
 
 
 def score_all(
@@ -92,8 +93,11 @@ def judge(case: Fault | Healthy, causes: list[dict[str, Any]], source: str, seco
     said = causes[0]["id"] if causes else "nothing"
     return Score(
         case.name, case.family, False, families[:1] != [] and families[0] in right, bool(right & set(families[:3])),
-        place, seconds, said,
+        place, seconds, said, str((hit or {}).get("where") or ""),
     )  # fmt: skip
+
+
+MOST_LINES = 6  # a finding that names more lines than this names none
 
 
 def names_place(pieces: Iterable[str], cause: dict[str, Any], source: str) -> bool:
@@ -101,6 +105,8 @@ def names_place(pieces: Iterable[str], cause: dict[str, Any], source: str) -> bo
     text = " ".join([str(cause.get("where") or ""), *cause.get("evidence", [])])
     lines = source.splitlines()
     numbers = {int(number) for number in re.findall(r"train\.py:(\d+)", text)}
+    if len(numbers) > MOST_LINES:
+        numbers = {int(number) for number in re.findall(r"train\.py:(\d+)", str(cause.get("where") or ""))}
     text += " ".join(lines[number - 1] for number in numbers if 0 < number <= len(lines))
     return any(piece in text for piece in pieces)
 
@@ -134,3 +140,6 @@ def _misses(scores: list[Score]) -> Iterator[str]:
     missed = [s for s in scores if not s.top1]
     if missed:
         yield "Missed:\n" + "\n".join(f"- {s.name} ({s.family}): said {s.said}" for s in missed)
+    unplaced = [s for s in scores if s.place is False]
+    if unplaced:
+        yield "Place not named:\n" + "\n".join(f"- {s.name}: said {s.where or 'none'}" for s in unplaced)

@@ -114,8 +114,9 @@ def _by_slabs(
     v, rows = len(weight), _padded(weight)
     logits, dlogits, borrowed = _slabs(n, v, rows, dhidden, dweight)
     total = dweight
-    if dweight is not None and (borrowed or n > len(dlogits) or late is not None or len(rows) > v):
-        total = torch.empty_like(rows, dtype=wide)  # a sum over several slabs is kept in float32
+    in_parts = n > len(dlogits) or late is not None
+    if dweight is not None and (borrowed or in_parts or len(rows) > v):
+        total = torch.empty_like(rows, dtype=wide if in_parts else rows.dtype)
     for start in range(0, n, len(dlogits)):
         stop = min(start + len(dlogits), n)
         for first in range(start, stop, len(logits)):
@@ -163,12 +164,17 @@ def _slabs(
     memory is free for that. Of a padded weight the first v columns are real, the others hold zeros.
     """
     stride, width = weight.shape
-    room = 0 if dweight is None else v * width // stride
-    rows, gradient_rows, borrowed = slab_rows(stride, weight.dtype, dhidden is not dweight, room)
-    rows, gradient_rows = max(1, min(rows, n)), max(1, min(gradient_rows, n))
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    logits = torch.empty(rows, stride, dtype=wide, device=weight.device)
-    if weight.dtype == wide or dhidden is dweight is None:
+    in_place = (
+        weight.dtype == wide or dhidden is dweight is None
+    )  # the gradient goes over the logits, if at all
+    size = SLAB_BYTES - (weight.nbytes if stride > v else 0)
+    room = 0 if dweight is None else v * width // stride
+    keep = 2 * width if dweight is not None and weight.dtype == torch.bfloat16 else 0
+    rows, gradient_rows, borrowed = slab_rows(n, wide.itemsize * stride, size, in_place, room, keep)
+    logits = torch.empty(max(1, min(rows, n)), stride, dtype=wide, device=weight.device)
+    gradient_rows = max(1, min(gradient_rows, n))
+    if in_place:
         return logits, logits, False
     if borrowed and dweight is not None:
         place = dweight.view(-1)[: gradient_rows * stride].view(gradient_rows, stride)
@@ -178,14 +184,22 @@ def _slabs(
     return logits, place, borrowed
 
 
-def slab_rows(stride: int, dtype: torch.dtype, want_gradient: bool, room: int) -> tuple[int, int, bool]:
-    """Rows of logits and of their gradient that fit into SLAB_BYTES, or into dweight if it has more room."""
-    size = max(4, torch.finfo(dtype).bits // 8)
-    most = _whole_tiles(SLAB_BYTES // (size * stride))
-    if dtype.itemsize == size or not want_gradient:
+def slab_rows(n: int, row: int, size: int, in_place: bool, room: int, keep: int) -> tuple[int, int, bool]:
+    """How many of n rows of logits, of `row` bytes, and of gradients, of half that, to hold at a time.
+
+    Both fit into `size` bytes. dweight has `room` for gradients, which it lends (the third answer) if that is more.
+    But up to `keep` rows of gradients take no more memory than the float32 sum of dweight that a second slab
+    would need: then all are kept, and dweight is one product.
+    """
+    most = _whole_tiles(size // row)
+    if in_place:
         return most, most, False
     few = min(512, _whole_tiles(most // 2))
-    own = _whole_tiles((SLAB_BYTES - few * size * stride) // (dtype.itemsize * stride))
+    own = _whole_tiles((size - few * row) // (row // 2))
+    if n <= own:
+        return few, own, False
+    if n <= keep:
+        return most, n, False
     return (most, _whole_tiles(room), True) if room > own else (few, own, False)
 
 

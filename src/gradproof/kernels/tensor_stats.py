@@ -46,7 +46,9 @@ def tensor_stats(tensors: Sequence[Tensor]) -> Tensor:
     Takes any mix of shapes and dtypes; complex numbers count as two entries; of a sparse tensor the stored
     values, of a DTensor the local shard. Sums are right to 1e-7 of the sum of magnitudes at any size.
     """
-    flat = [tensor if _is_plain(tensor) else _flatten(tensor) for tensor in tensors]
+    flat = list(tensors)
+    if not _are_plain(flat):
+        flat = [tensor if _are_plain([tensor]) else _flatten(tensor) for tensor in flat]
     if not flat:
         return torch.zeros(0, len(COLUMNS), dtype=torch.float64)
     devices = {tensor.device for tensor in flat}
@@ -106,10 +108,14 @@ def look_closely(rows: Tensor) -> Tensor:
     return torch.stack([column.double() for column in columns], dim=1)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the entries lie one after the other, as they are."""
-    kind = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-    return kind and tensor.layout == torch.strided and tensor.is_contiguous() and not tensor.is_complex()
+def _are_plain(tensors: list[Tensor]) -> bool:
+    """Whether the entries of all lie one after the other, as they are. Asked every step: loops of C are fast."""
+    return (
+        {Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
+        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        and all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_complex, tensors))
+    )
 
 
 def _flatten(tensor: Tensor) -> Tensor:

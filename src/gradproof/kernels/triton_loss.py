@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradproof.kernels import cuda_loss
 from gradproof.kernels.loss_options import LossOptions
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -402,21 +403,28 @@ def losses_and_gradient(
     """As `torch_loss.losses_and_gradient`, in one launch and without waiting for the device."""
     v, rows = logits.shape[-1], targets.numel()
     wide = logits.dtype == torch.float64
-    losses = torch.empty(targets.shape, dtype=torch.float64 if wide else torch.float32, device=logits.device)
-    lses = torch.empty_like(losses)
     if rows == 0:
-        return losses, lses
+        nothing = torch.empty(
+            targets.shape, dtype=torch.float64 if wide else torch.float32, device=logits.device
+        )
+        return nothing, nothing.clone()
     x = logits if _has_rows(logits) else logits.contiguous()
     if gradient is not None and not _has_rows(gradient):
         fresh = torch.empty_like(x, memory_format=torch.contiguous_format)
         found = losses_and_gradient(x, targets, mask, weight, options, scale, fresh, launch)
         gradient.copy_(fresh)
         return found
+    targets = targets.contiguous()
+    mask = None if mask is None else mask.to(torch.int8).contiguous()
+    plan = cuda_loss.find_plan(x, gradient, weight, options) if launch is None else None
+    done = cuda_loss.losses_and_gradient(x, targets, mask, options, scale, gradient, plan) if plan else None
+    if done:
+        return done
+    losses = torch.empty(targets.shape, dtype=torch.float64 if wide else torch.float32, device=logits.device)
+    lses = torch.empty_like(losses)
     out = x if gradient is None else gradient
     aligned = not any(stride % 8 for stride in _row_strides(x))
     launch = launch or choose_launch(v, x.element_size(), aligned, _processors(x.device))
-    targets = targets.contiguous()
-    mask = None if mask is None else mask.to(torch.int8).contiguous()
     weight = None if weight is None else weight.contiguous()
     smooth = options.label_smoothing != 0
     w_sum = weight.sum(dtype=torch.float64) if weight is not None and smooth else None
@@ -453,7 +461,7 @@ def mean_scale(targets: Tensor, mask: Tensor | None, weight: Tensor | None, igno
     out = torch.empty((), dtype=torch.float64, device=targets.device)
     targets = targets.contiguous()
     mask = None if mask is None else mask.to(torch.int8).contiguous()
-    flags = {"HAS_MASK": mask is not None, "HAS_WEIGHT": weight is not None, "BLOCK": 1024}
+    flags = {"HAS_MASK": mask is not None, "HAS_WEIGHT": weight is not None, **_one_cta(targets.numel())}
     v = 0 if weight is None else len(weight)
     _count_valid[(1,)](targets, mask, weight, out, targets.numel(), ignore_index, v, **flags)
     return out
@@ -462,8 +470,13 @@ def mean_scale(targets: Tensor, mask: Tensor | None, weight: Tensor | None, igno
 def add_losses(losses: Tensor, scale: Tensor) -> Tensor:
     """scale * sum of the losses."""
     out = torch.empty((), dtype=losses.dtype, device=losses.device)
-    _add_losses[(1,)](losses, scale, out, losses.numel(), BLOCK=1024)
+    _add_losses[(1,)](losses, scale, out, losses.numel(), **_one_cta(losses.numel()))
     return out
+
+
+def _one_cta(size: int) -> dict:
+    """How one CTA adds up that many numbers: all at once, as long as they fit into its registers."""
+    return {"BLOCK": 8192, "num_warps": 16} if size > 1024 else {"BLOCK": 1024, "num_warps": 4}
 
 
 def scale_rows(gradient: Tensor, scale: Tensor) -> None:

@@ -166,15 +166,27 @@ def _add_chunks(parts, first, last, out, chunks, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Some chunks of tensors of one dtype and alignment."""
+
+    dtype: torch.dtype
+    aligned: bool
+    begin: int  # of the chunks
+    number: int
+    tensor: Tensor  # of each chunk: its tensor, and where in it the chunk starts
+    start: Tensor
+    like: Tensor  # an empty tensor, for the dtype
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which chunk is which part of which tensor; tensors of one dtype and alignment follow each other."""
 
     sizes: Tensor  # of the tensors
     first: Tensor  # chunk of each tensor, and the one after its last
     last: Tensor
-    chunk_tensor: Tensor  # of each chunk: its tensor, and where in it the chunk starts
-    chunk_start: Tensor
-    launches: tuple[tuple[torch.dtype, bool, int, int], ...]  # dtype, aligned, first chunk, number of chunks
+    chunks: int
+    launches: tuple[Launch, ...]
 
 
 def stats_on_gpu(
@@ -184,27 +196,28 @@ def stats_on_gpu(
 
     Where the tensors lie is sent to the device when it changes; a CUDA graph needs a call before capture.
     """
-    flat = [x.view(torch.uint8) if x.dtype == torch.bool else x for x in flat]
     device = flat[0].device
-    kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in flat)
-    plan = _plan(tuple(x.numel() for x in flat), kinds, chunk, device)
-    addresses = _on_device(tuple(x.data_ptr() for x in flat), device)
-    chunks = len(plan.chunk_tensor)
-    parts = torch.empty(FIELDS, max(chunks, 1), dtype=torch.float64, device=device)
-    for dtype, aligned, begin, number in plan.launches:
-        _reduce_chunks[(number,)](
+    places = tuple(map(Tensor.data_ptr, flat))
+    dtypes = tuple([x.dtype for x in flat])
+    aligned = tuple([place % 16 == 0 for place in places])
+    plan = _plan(tuple(map(Tensor.numel, flat)), dtypes, aligned, chunk, device)
+    addresses = _on_device(places, device)
+    parts = torch.empty(FIELDS, max(plan.chunks, 1), dtype=torch.float64, device=device)
+    for launch in plan.launches:
+        dtype = launch.dtype
+        _reduce_chunks[(launch.number,)](
             addresses,
             plan.sizes,
-            plan.chunk_tensor[begin:],
-            plan.chunk_start[begin:],
-            parts[:, begin:],
-            chunks,
-            torch.empty(0, dtype=dtype, device=device),
+            launch.tensor,
+            launch.start,
+            parts[:, launch.begin :] if launch.begin else parts,
+            plan.chunks,
+            launch.like,
             TINY=torch.finfo(dtype).tiny if dtype.is_floating_point else 0.5,
             CHUNK=chunk,
             BLOCK=block,
             WIDE=dtype == torch.float64 or not dtype.is_floating_point,
-            ALIGNED=aligned,
+            ALIGNED=launch.aligned,
             num_warps=warps,
         )
     out = torch.empty(len(flat), FIELDS + 1, dtype=torch.float64, device=device)
@@ -213,7 +226,11 @@ def stats_on_gpu(
 
 
 @lru_cache(maxsize=64)
-def _plan(sizes: tuple[int, ...], kinds: tuple, chunk: int, device: torch.device) -> Plan:
+def _plan(sizes: tuple, dtypes: tuple, aligned: tuple, chunk: int, device: torch.device) -> Plan:
+    kinds = [
+        (torch.uint8 if dtype == torch.bool else dtype, fits)
+        for dtype, fits in zip(dtypes, aligned, strict=True)
+    ]
     first, last = [0] * len(sizes), [0] * len(sizes)
     owners: list[int] = []
     starts: list[int] = []
@@ -226,9 +243,11 @@ def _plan(sizes: tuple[int, ...], kinds: tuple, chunk: int, device: torch.device
             starts += range(0, sizes[i], chunk)
             last[i] = len(owners)
         if len(owners) > begin:
-            launches.append((*kind, begin, len(owners) - begin))
-    tables = [_on_device(tuple(numbers), device) for numbers in (sizes, first, last, owners, starts)]
-    return Plan(tables[0], tables[1], tables[2], tables[3], tables[4], tuple(launches))
+            tensor, start = (_on_device(tuple(table[begin:]), device) for table in (owners, starts))
+            like = torch.empty(0, dtype=kind[0], device=device)
+            launches.append(Launch(*kind, begin, len(owners) - begin, tensor, start, like))
+    on_device = [_on_device(tuple(table), device) for table in (sizes, first, last)]
+    return Plan(on_device[0], on_device[1], on_device[2], len(owners), tuple(launches))
 
 
 @lru_cache(maxsize=256)

@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from gradproof.probes.lines import Lines
     from gradproof.probes.session import Session
 
 HANDOVER = "GRADPROOF_RUN"
 
 
 @contextmanager
-def handed_over(run: Path, schedule: str | None, budget: float | None) -> Iterator[None]:
+def handed_over(
+    run: Path, schedule: str | None, budget: float | None, experiments: bool = True
+) -> Iterator[None]:
     """Inside, processes that this one starts are watched too, into directories beside its own run."""
     wish = {"pid": os.getpid(), "run": str(run.absolute()), "schedule": schedule, "budget": budget}
+    wish["experiments"] = experiments
     before = os.environ.get(HANDOVER)
     os.environ[HANDOVER] = json.dumps(wish)
     try:
@@ -67,32 +71,42 @@ def find_wish() -> dict[str, Any] | None:
 
 
 def wait_for_optimizer() -> None:
+    """Until then, only the lines are remembered at which the script makes its loaders, wrappers and groups."""
+    from contextlib import ExitStack
+
     from torch.optim import Optimizer
+
+    from gradproof.probes.lines import Lines, makings
 
     original = Optimizer.__init__
     if getattr(original, "gradproof_waits", False):
         return
 
+    lines, waiting = Lines(), ExitStack()
+
     def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         Optimizer.__init__ = original  # type: ignore[method-assign]
+        waiting.close()
         original(self, *args, **kwargs)
         try:
             if (wish := find_wish()) is not None:
-                begin(wish, self)
+                begin(wish, self, lines)
         except Exception as error:
             print(f"gradproof cannot watch process {os.getpid()}: {error}", file=sys.stderr)
 
     init.gradproof_waits = True  # type: ignore[attr-defined]
     init.__wrapped__ = original  # type: ignore[attr-defined]
     Optimizer.__init__ = init  # type: ignore[method-assign]
+    makings(lines, waiting)
 
 
-def begin(wish: dict[str, Any], optimizer: Optimizer) -> None:
+def begin(wish: dict[str, Any], optimizer: Optimizer, lines: Lines) -> None:
     """Open a run for this process and listen until its end."""
     from multiprocessing.util import Finalize
 
     from gradproof.probes.hooks import attach
     from gradproof.probes.names import Names
+    from gradproof.probes.taping import begin_taping
     from gradproof.probes.watch import default_path, open_session
 
     number = process_number()
@@ -105,7 +119,10 @@ def begin(wish: dict[str, Any], optimizer: Optimizer) -> None:
         schedule=wish.get("schedule"),
         budget=wish.get("budget"),
         rank=number if wish["run"] else None,
+        lines=lines,
     )
+    if number == 0 and wish.get("experiments", True):  # the other ranks would find the same
+        begin_taping(session, wish.get("budget"))
     hooks = attach(session)
     session.optimizer_made(optimizer)
     # runs in children of multiprocessing, which leave without atexit, and in any other process

@@ -21,9 +21,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.session import Session
-from gradproof.probes.states import clip_coverage, loads, note_clip, note_line, optimizer_states
+from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 
 
 def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
@@ -65,6 +66,7 @@ def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], 
     def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not chosen(optimizer):
             return None
+        session.lines.note("step")
         session.optimizer_begins(optimizer)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         if closure is None:
@@ -114,7 +116,7 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             weights = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
             weights += [None] * (len(losses) - len(weights))
-            note_line(session, "backward")
+            session.lines.note("backward")
             session.backward_begins(losses, weights[: len(losses)])
             try:
                 return original(tensors, grad_tensors, *args, **kwargs)
@@ -130,7 +132,8 @@ def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
     def of_optimizer(original: Callable) -> Callable:
         def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if chosen(self):
-                note_line(session, "zero_grad")
+                session.lines.note("zero_grad")
+                session.facts.setdefault("_cleared", set()).add(id(self))
                 session.zero_grad()
             return original(self, *args, **kwargs)
 
@@ -138,7 +141,7 @@ def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
 
     def of_module(original: Callable) -> Callable:
         def zero_grad(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            note_line(session, "zero_grad")
+            session.lines.note("zero_grad")
             session.zero_grad()
             return original(self, *args, **kwargs)
 
@@ -220,7 +223,7 @@ def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
             own = getattr(self, "_step_count", 0) == 0  # the scheduler's own call, in its constructor
             result = original(self, *args, **kwargs)
             if not own and chosen(self.optimizer):
-                note_line(session, "scheduler")
+                session.lines.note("scheduler")
                 session.scheduler_stepped()
             return result
 
@@ -230,7 +233,7 @@ def schedulers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             if chosen(self.optimizer):
-                note_line(session, "scheduler")
+                session.lines.note("scheduler")
                 session.scheduler_stepped()
             return result
 
@@ -251,11 +254,18 @@ def epochs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
     replace(stack, torch.utils.data.DataLoader, "__iter__", wrapper)
 
 
+def made(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Where loaders, schedules, wrappers and seeds are made."""
+    makings(session.lines, stack)
+
+
 def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     def wrapper(original: Callable) -> Callable:
         def compile(*args: Any, **kwargs: Any) -> Any:
-            session.something_compiled()
-            return original(*args, **kwargs)
+            made = original(*args, **kwargs)
+            in_place = bool(args) and isinstance(getattr(args[0], "__self__", None), torch.nn.Module)
+            session.something_compiled(None if in_place else made)
+            return made
 
         return compile
 
@@ -264,6 +274,7 @@ def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool
 
 
 LISTENERS = (
+    made,
     optimizers_made,
     optimizer_steps,
     backwards,

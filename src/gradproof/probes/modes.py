@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes.names import line_of, user_frames, user_line
 from gradproof.probes.session import Session
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+MOST_EVALUATIONS = 4  # places of the script that evaluate, whose first samples are kept
+MOST_SAMPLES = 500
+MOST_NUMBERS = 4_000_000
 MOST_STEPS = 2000  # step numbers that are kept of each kind
 
 
@@ -72,6 +76,9 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
     """From here until the returned function is called."""
 
     def before(module: nn.Module, args: Any) -> None:
+        if session.taping is not None and args and session.names.is_outermost(module):
+            with suppress(Exception):
+                _keep_evaluated(session, module, args[0])
         if (isinstance(module, DROPOUTS) and module.p > 0) or isinstance(module, BATCH_NORMS):
             name = session.names.of_module(module)
             if name is None or torch.is_grad_enabled():
@@ -103,6 +110,24 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
         nn.functional.dropout = functional
 
     return end
+
+
+def _keep_evaluated(session: Session, module: nn.Module, batch: Any) -> None:
+    """Some samples that a model in eval mode is given, by the line that gives them: has it trained on those?"""
+    kept = session.facts.setdefault("_evaluated", {})
+    whole = isinstance(batch, Tensor) and batch.dim() >= 2 and type(batch) in (Tensor, nn.Parameter)
+    if module.training or torch.is_grad_enabled() or not whole or len(kept) >= MOST_EVALUATIONS:
+        return
+    step, rows = kept.setdefault(_line_outside_forward(), (session.step, []))
+    held = sum(len(tensor) for tensor in rows)
+    # of its first validation only: the next one has the same samples again
+    if (
+        step == session.step
+        and held < MOST_SAMPLES
+        and batch.numel() // max(1, len(batch)) * MOST_SAMPLES < MOST_NUMBERS
+    ):
+        with _disable_current_modes():  # no part of the step that is taped
+            rows.append(batch.detach()[: MOST_SAMPLES - held].clone())
 
 
 def _line_outside_forward() -> str:

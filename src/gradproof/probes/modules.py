@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
 from gradproof.probes.tensors import is_measurable
 
@@ -25,8 +26,11 @@ class OutputProbe:
     operations nor functorch, and leaves gradients bit-identical.
     """
 
-    def __init__(self, names: Names, collect: Collect, fail: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, names: Names, lines: Lines, collect: Collect, fail: Callable[[Exception], None]
+    ) -> None:
         self._names = names
+        self._lines = lines
         self._collect = collect
         self._fail = fail
         self._handle: Any = None
@@ -53,6 +57,10 @@ class OutputProbe:
         name = self._names.of_module(module)
         if name is None:
             return
+        if self._names.is_outermost(module):
+            self._lines.note("forward")
+            if getattr(module, "require_backward_grad_sync", False):  # DDP, outside of no_sync
+                self._lines.note("synchronised forward")
         for index, tensor in enumerate(tensors_in(output)):
             if (
                 self._last is not None and self._last() is tensor

@@ -5,15 +5,18 @@ Modules are found by looking through the live objects once, when a parameter is 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
+STANDARD = tuple({sysconfig.get_path("stdlib"), os.path.dirname(os.__file__)})
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -38,6 +41,10 @@ class Names:
 
     def of_module(self, module: nn.Module) -> str | None:
         return self._modules.get(id(module))
+
+    def is_outermost(self, module: nn.Module) -> bool:
+        """A model itself, or the one that a wrapper is around."""
+        return any(module is root or module is root._modules.get("module") for root in self.roots.values())
 
     def learn(self, parameters: Iterable[Tensor]) -> None:
         """Make sure that all of these have a name; looks for models only if some have none."""
@@ -104,9 +111,21 @@ def user_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def own_frames() -> Iterator[FrameType]:
+    """The frames of code that is installed nowhere, innermost first; where all of it is (a trainer), of any."""
+    frames = list(user_frames())
+    yield from [frame for frame in frames if not is_installed(frame.f_code.co_filename)] or frames
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """A library's file, or Python's own: not where a user would change something."""
+    return file.startswith(("<frozen", *STANDARD)) or "/site-packages/" in file or "/dist-packages/" in file
+
+
 def user_line() -> str:
     """file.py:line of the user's code that is running."""
-    return line_of(next(user_frames(), None))
+    return line_of(next(own_frames(), None))
 
 
 def line_of(frame: FrameType | None) -> str:

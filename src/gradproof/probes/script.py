@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 from gradproof.errors import UserError
 
 if TYPE_CHECKING:
-    from gradproof.probes.session import Session
-    from gradproof.probes.taping import Examine
     from gradproof.record.sink import Sink
 
 
@@ -125,11 +123,12 @@ def run_program(
     schedule: str | None = None,
     budget: float | None = None,
     quiet: bool = False,
-    examiner: Callable[[Session], Examine] | None = None,
+    experiments: bool = True,
     fix: tuple[str, float] | None = None,
     stop_after: int | None = None,
     until: int | None = None,
     sinks: Sequence[Sink] = (),
+    on_open: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
     from gradproof.probes.autoload import find_child_runs, handed_over
@@ -137,7 +136,7 @@ def run_program(
     from gradproof.probes.interventions import intervene
     from gradproof.probes.names import Names
     from gradproof.probes.progress import progress_line
-    from gradproof.probes.taping import Taping
+    from gradproof.probes.taping import begin_taping
     from gradproof.probes.watch import default_path, open_session
 
     show, wipe = progress_line()
@@ -150,10 +149,14 @@ def run_program(
         on_row=None if quiet else show,
         sinks=sinks,
     )
-    if examiner is not None:
-        session.taping = Taping(session.names, examiner(session), only=until, budget=budget)
+    if experiments:
+        begin_taping(session, budget, only=until)
     session.stop_after = stop_after if until is None else until + 1
-    with attach(session) as stack, handed_over(session.writer.path, schedule, budget):
+    if fix is not None:
+        session.writer.set_info(fix=f"{fix[0]}={fix[1]:g}")
+    if on_open is not None and session.rank == 0:
+        on_open(session.writer.path)
+    with attach(session) as stack, handed_over(session.writer.path, schedule, budget, experiments):
         if fix is not None:
             intervene(stack, *fix)
         exit_code, error = execute(program, arguments)

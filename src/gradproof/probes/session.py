@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
+from gradproof.probes.again import Calls
 from gradproof.probes.ledger import Ledger
+from gradproof.probes.lines import Lines
 from gradproof.probes.modules import OutputProbe, recomputing
 from gradproof.probes.names import Names, user_line
 from gradproof.probes.parameters import Parameters
@@ -50,7 +52,7 @@ def guarded(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def handler(self: Session, *args: Any) -> Any:
-        if not self.alive or os.getpid() != self.pid:
+        if not self.alive or self._examining or os.getpid() != self.pid:
             return None
         if self._unseen and method.__name__ in STEP_EVENTS:
             return self._pass_over(method.__name__)
@@ -65,10 +67,8 @@ def guarded(method: Callable) -> Callable:
             return None
         finally:
             self.own_seconds += time.perf_counter() - start
-            if self._step_has_turned:
-                self._turn_tape()
-                if self.stop_after is not None and self.step >= self.stop_after:
-                    raise SystemExit(0)
+            if self._afterwards:
+                self._do_what_is_left()
 
     return handler
 
@@ -84,13 +84,13 @@ class Session:
         rules: tuple[Rule, ...] = (),
         budget: float | None = None,
         rank: int = 0,
-        compiled: bool = False,
         on_row: Callable[[dict[str, Any]], None] | None = None,
+        lines: Lines | None = None,
     ) -> None:
         self.writer = writer
         self.names = names
         self.rank = rank
-        self._compiled = compiled
+        self._compiled = False
         self.pid = os.getpid()
         self.alive = True
         self.failure: str | None = None
@@ -115,12 +115,18 @@ class Session:
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
         self._last_sampled = 0.0
         self.losses: deque[float] = deque(maxlen=2000)
-        self.facts: dict[str, Any] = {}  # plain data that listeners gather: modes, loads, clips
+        self.lines = lines or Lines()
+        # plain data that listeners gather; what begins with _ is for the experiments, not for the run
+        self.facts: dict[str, Any] = {"lines": self.lines.sites, "_initialised": self.lines.initialised}
         self.taping: Taping | None = None
         self.stop_after: int | None = None  # steps after which a trial has shown enough
-        self._step_has_turned = False
+        # what a handler leaves to be done outside of what is measured: a tape can only be cut where it runs
+        self._afterwards: list[Callable[[], None]] = []
+        self._examining = False  # a model that is called meanwhile is not training
+        self._calls = Calls(self.fail)
+        self._on_cpu: list[bool] = []  # of each model
         self._recent: dict[tuple[Any, str], deque[float]] = {}
-        self._outputs = OutputProbe(names, self._output_seen, self.fail)
+        self._outputs = OutputProbe(names, self.lines, self._output_seen, self.fail)
         self._open = OpenStep(EVERYTHING)
         self._begin_step()
 
@@ -129,22 +135,30 @@ class Session:
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters can be named, and the very first forward measured, only if the model is known by then."""
-        optim.remember(optimizer, user_line())
+        line = user_line()
+        optim.remember(optimizer, line)
+        self.facts.setdefault("_optimizers_made", {})[id(optimizer)] = line
         self.names.learn(optim.parameters_of(optimizer))
-        self._step_has_turned = self.step == 0 and self.taping is not None and not self.taping.active
+        self._listen_to_calls()
+        if self.taping is not None and self.step > 0:
+            self.taping.training_starts_anew()
+        elif self.taping is not None and not self.taping.active:
+            self._afterwards.append(self._turn_tape)
 
     @guarded
-    def something_compiled(self) -> None:
+    def something_compiled(self, made: Any) -> None:
         """Hooks on modules would break a compiled graph, or warn: outputs are left alone from here on."""
         self._compiled = True
         self._outputs.detach()
+        self._calls.something_compiled(made)
+        self._listen_to_calls()
         if self.taping is not None:
-            self.taping.stop()
+            self._afterwards.append(self.taping.stop)
 
     @guarded
     def epoch_begins(self) -> None:
         if self.taping is not None:
-            self.taping.long_wait()
+            self._afterwards.append(self.taping.long_wait)
         if self._batch:  # a loader that is only looked at does not count
             self._epoch, self._batch = self._epoch + 1, 0
 
@@ -217,7 +231,7 @@ class Session:
         step = self._open
         facts = self._parameters.of_optimizer(optimizer)
         facts["steps"] += 1
-        if step.depth < LIGHT:
+        if step.depth < LIGHT and not step.waits:
             return
         step.measure_kept()  # outputs come before gradients
         named = {self._parameters.name(p): p for p in optim.parameters_of(optimizer) if p.grad is not None}
@@ -230,13 +244,16 @@ class Session:
         for key in ("grad_scale", "found_inf"):
             if isinstance(value := getattr(optimizer, key, None), Tensor):
                 step.reading.add(key, value.clone())
-        if gradients and step.depth == LIGHT and not step.measure_norms(gradients):
-            self._saw_nonfinite()
+        bad = not math.isfinite(step.row.get("loss", 0.0))
+        if gradients and step.depth < PARAMETERS:
+            bad |= not step.measure_norms(gradients)
         if gradients and step.depth >= PARAMETERS:
-            if not step.measure("gradient", gradients):
-                self._saw_nonfinite()
+            bad |= not step.measure("gradient", gradients)
             self._follow_direction(gradients)
             self._copies.setdefault(id(optimizer), optim.WeightCopy()).take(list(named.values()))
+        if bad:
+            self._saw_nonfinite()
+        self._look_before_update(bad)
         facts["named"] = named
         self._parameters.got_gradients(named)
 
@@ -277,6 +294,9 @@ class Session:
             step.measure_norms(gradients)
         if self._nonfinite_step == self.step:  # no weight has seen it: go on looking for the one that matters
             self._nonfinite_step = None
+        loss = step.row.get("loss", 0.0)
+        if self.taping is not None and not math.isfinite(loss):  # no loss scale makes that
+            self._afterwards.append(functools.partial(self.taping.before_update, self._calls, True))
         step.order.append("x")
         step.row["skipped"] = 1
         self._note_optimizer(optimizer, self._parameters.of_optimizer(optimizer))
@@ -384,16 +404,49 @@ class Session:
         self._batch += 1
         self._begin_step()
         self._ledger.add(step, number)
-        self._step_has_turned = True
+        self._afterwards.append(self._turn_tape)
+
+    def _do_what_is_left(self) -> None:
+        self._examining = True
+        try:
+            while self._afterwards:
+                self._afterwards.pop(0)()
+        finally:
+            self._examining = False
 
     def _turn_tape(self) -> None:
-        """The last step's tape is examined, the next one's begun; both outside of what is measured or taped."""
-        self._step_has_turned = False
+        """The last step's tape is examined, the next one's begun."""
         if self.taping is not None and self.alive:
             self.taping.end()
             self.taping.begin(self.step, self._compiled)
+            self._open.waits = self.taping.active
+        if self.stop_after is not None and self.step >= self.stop_after:
+            raise SystemExit(0)
+
+    def _look_before_update(self, bad: bool) -> None:
+        """The weights are as they were: what can be found out about a bad step now is found before it is written."""
+        if self.taping is None:
+            return
+        asked_for = self._compiled and self.taping.only == self.step
+        if asked_for or (bad and self._nonfinite_step == self.step):
+            self._afterwards.append(functools.partial(self.taping.before_update, self._calls, bad))
+
+    def _listen_to_calls(self) -> None:
+        """Calls are kept where a bad step shows before its update: on a CPU, and at the one step that was asked for."""
+        if self.taping is None or self._unseen or self._open.depth < LIGHT:
+            self._calls.detach()
+            return
+        roots = list(self.names.roots.values())
+        if len(roots) != len(self._on_cpu):
+            self._on_cpu = [all(p.device.type == "cpu" for p in root.parameters()) for root in roots]
+        if self.taping.only == self.step or (self._calls.steady and all(self._on_cpu)):
+            self._calls.attach(roots)
+        else:
+            self._calls.detach()
 
     def _begin_step(self) -> None:
+        self.own_seconds += 2 * self._calls.seconds  # PyTorch's hooks take as long again
+        self._calls.seconds = 0.0
         if self.step > Purse.FIRST or self._strict:  # by default, what is measured in any case is not charged
             self.purse.pay(self._open.depth, self.own_seconds - self._paid)
         self._paid = self.own_seconds
@@ -408,6 +461,8 @@ class Session:
         if sampled:
             self._last_sampled = now
         self._open = OpenStep(depth, sampled)
+        self._calls.step_ended()
+        self._listen_to_calls()
         if depth >= EVERYTHING and not self._compiled:
             self._outputs.attach()
         else:
@@ -501,6 +556,7 @@ class Session:
         self.alive = False
         self.failure = f"{type(error).__name__}: {error}"
         self._outputs.detach()
+        self._calls.detach()
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -516,6 +572,7 @@ class Session:
     def close(self) -> None:
         """The end of training, normal or not: what is still on its way is written."""
         self._outputs.detach()
+        self._calls.detach()
         if os.getpid() != self.pid:
             return
         if self.taping is not None:
@@ -536,6 +593,7 @@ class Session:
     def _close_guarded(self) -> None:
         self._ledger.settle(0)
         self._parameters.describe_end()
+        self.lines.read_source(accumulates=self.counts["backward"] > 1.2 * self.step)
 
 
 def _float(value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -20,18 +21,34 @@ MOST = 20  # events kept of one kind
 def loads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Every load_state_dict that the script calls: how many keys fit, and whether the tensors are the model's own."""
     found: list[dict[str, Any]] = session.facts.setdefault("loads", [])
-    original = nn.Module.load_state_dict
+    original, take = nn.Module.load_state_dict, nn.Module.state_dict
+    taken: dict[int, tuple[Any, str]] = {}  # the last states that were taken, and where
+
+    @functools.wraps(take)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = take(self, *args, **kwargs)
+        if not args and "destination" not in kwargs and session.alive:  # not a child's part of one
+            with suppress(TypeError):  # a hook may hand out a plain dict, which cannot be referred to
+                taken[id(result)] = (weakref.ref(result), user_line())
+            if len(taken) > MOST:
+                del taken[next(iter(taken))]
+        return result
 
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         facts = _describe_load(session, self, state_dict) if len(found) < MOST and session.alive else None
+        known = taken.get(id(state_dict))
+        if facts is not None and known is not None and known[0]() is state_dict:
+            facts["taken"] = known[1]
         result = original(self, state_dict, *args, **kwargs)
         if facts is not None:
             found.append(facts)
         return result
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    nn.Module.state_dict = state_dict  # type: ignore[method-assign]
     stack.callback(setattr, nn.Module, "load_state_dict", original)
+    stack.callback(setattr, nn.Module, "state_dict", take)
 
 
 def _describe_load(session: Session, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -111,16 +128,9 @@ def _is_optimizer_state(value: Any) -> bool:
     return isinstance(value, dict) and {"state", "param_groups"} <= value.keys() and bool(value["state"])
 
 
-def note_line(session: Session, what: str) -> None:
-    """Where the script first clears, clips, schedules: the line that a finding about it names."""
-    lines = session.facts.setdefault("lines", {})
-    if what not in lines:
-        lines[what] = user_line()
-
-
 def note_clip(session: Session, parameters: Iterable[Tensor]) -> None:
     """Which parameters the next optimizer step finds clipped."""
-    note_line(session, "clip")
+    session.lines.note("clip")
     session.facts.setdefault("_clipped", set()).update(id(p) for p in parameters)
 
 

@@ -3,16 +3,22 @@
 While the allowance lasts (a few seconds at the start) every step is taped, so that a NaN in the early steps is
 caught in the act. After that a step is taped at each power of √10, and whenever trouble is brewing, as long as the
 budget affords it. A compiled model is left alone: an active tape would run it operation by operation.
+
+A step that turns out bad while its weights are still good is examined at once, before the update is written: from
+its tape or, where it has none, from the model's calls, made again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 
+from gradproof.probes.again import Again, Calls
 from gradproof.probes.names import Names
 from gradproof.tape.operations import Tape
 from gradproof.tape.record import Recorder
@@ -24,10 +30,32 @@ LANDMARKS = frozenset(round(10 ** (k / 2)) for k in range(20))  # 1, 3, 10, 32, 
 LONG_BEFORE_TRAINING = (
     10.0  # seconds between the making of an optimizer and its first step that are still taped
 )
+NEW_STAGE_AFTER = 30  # steps: optimizers made earlier belong together
+MOST_STAGES = 3
+STAGE_ALLOWANCE = 2.0  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 
-# examine(tape, step, is it a landmark or in trouble?)
-Examine = Callable[[Tape, int, bool], None]
+EXAMINER = "gradproof.experiments.examination"  # named, not imported: experiments stand above probes
+MOST_LOOKS = 3  # bad steps that are looked into before their update
+
+
+class Examine(Protocol):
+    """Who is given the tapes."""
+
+    def __call__(self, tape: Tape, step: int, thorough: bool) -> None:
+        """A whole step; thorough at landmarks and in trouble."""
+
+    def locate(self, tape: Tape, step: int, again: Again | None = None) -> bool:
+        """A step that is bad before its update: True once the place is known."""
+
+
+def begin_taping(session: Any, budget: float | None = None, only: int | None = None) -> None:
+    """Tape steps of a session from here on, and have the experiments look at them."""
+    examine: Examine = import_module(EXAMINER).Examination(session)
+    session.taping = Taping(session.names, examine, only=only, budget=budget)
+
+
+_recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
 
 
 class Taping:
@@ -36,7 +64,7 @@ class Taping:
     def __init__(
         self, names: Names, examine: Examine, only: int | None = None, budget: float | None = None
     ) -> None:
-        self._only = only  # the one step that was asked for
+        self.only = only  # the one step that was asked for
         # a budget that was asked for knows no allowance: landmarks only, each when it has been earned
         self._allowance, self._share = (ALLOWANCE, SHARE) if budget is None else (0.0, budget)
         self._names = names
@@ -45,7 +73,10 @@ class Taping:
         self._step = -1
         self._began = time.perf_counter()
         self._turned = time.process_time()
+        self._first = 0  # step of the stage of training that is under way
+        self._stages = 0
         self._plain = float("inf")  # seconds of the shortest untaped step
+        self._looks = 0
         self.trouble = False  # set from outside: look at the coming steps whatever the landmarks say
         self.spent = 0.0
         self.taped = 0
@@ -59,10 +90,11 @@ class Taping:
         """A step begins: tape it or not."""
         self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
         self._step = step
-        left_alone = compiled and self._only is None
-        if self.broken or left_alone or self._recorder is not None or not self._affords(step):
+        left_alone = compiled and self.only is None
+        if self.broken or left_alone or _recording or not self._affords(step):
             return
         self._recorder = Recorder(names=self._names.by_parameter())
+        _recording.append(self)
         try:
             self._recorder.start(inside_optimizer_hook=True)
         except Exception as error:
@@ -73,6 +105,15 @@ class Taping:
         if self._step == 0 and time.process_time() - self._turned > LONG_BEFORE_TRAINING:
             self.stop()
 
+    def training_starts_anew(self) -> None:
+        """An optimizer is made in mid-training (a second stage, a fine-tuning): its first steps deserve a look, too."""
+        if self._step < NEW_STAGE_AFTER or self._stages >= MOST_STAGES:
+            return
+        self._stages += 1
+        self._first = self._step
+        if self._allowance:
+            self._allowance = max(self._allowance, self.spent) + STAGE_ALLOWANCE
+
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._recorder is not None:
             self._recorder.enter_optimizer(optimizer)
@@ -81,6 +122,29 @@ class Taping:
         if self._recorder is not None:
             self._recorder.leave_optimizer()
 
+    def before_update(self, calls: Calls, bad: bool) -> None:
+        """The weights are still good. A bad step: where was it born? The one asked for: is it so when compiled, too?"""
+        if self.broken or self._looks >= MOST_LOOKS:
+            return
+        self._looks += 1
+        start = time.process_time()
+        try:
+            with _same_random_numbers():
+                if self._recorder is None:
+                    self._locate_again(calls)
+                else:
+                    with self._recorder.interrupted() as tape:
+                        again = None if bad else Again(tape, "", calls.differ_when_compiled())
+                        self._examine.locate(tape, self._step, again)
+        except Exception as error:
+            self._give_up(error)
+        self.spent += time.process_time() - start
+
+    def _locate_again(self, calls: Calls) -> None:
+        for again in calls.make_again(self._names.by_parameter()):
+            if not again.tape.broken and self._examine.locate(again.tape, self._step, again):
+                return
+
     def end(self) -> None:
         """A step has ended: the tape, if there is one, goes to the examination."""
         duration = time.process_time() - self._turned
@@ -88,7 +152,7 @@ class Taping:
             if self._step > 0:
                 self._plain = min(self._plain, duration)
             return
-        recorder, self._recorder = self._recorder, None
+        recorder = self._take_recorder()
         start = time.process_time()
         try:
             tape = recorder.stop()
@@ -103,30 +167,42 @@ class Taping:
     def stop(self) -> None:
         """Training is over, perhaps in mid-step."""
         if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
+            recorder = self._take_recorder()
             with suppress(Exception):
                 recorder.stop()
 
+    def _take_recorder(self) -> Recorder:
+        recorder, self._recorder = self._recorder, None
+        _recording.clear()
+        assert recorder is not None
+        return recorder
+
     def _look(self, tape: Tape) -> None:
-        state = torch.get_rng_state()  # examinations replay; whatever they do, training's random numbers stay
-        try:
-            self._examine(
-                tape, self._step, self._step in LANDMARKS or self.trouble or self._step == self._only
-            )
-        finally:
-            torch.set_rng_state(state)
+        thorough = self._step - self._first in LANDMARKS or self.trouble or self._step == self.only
+        with _same_random_numbers():
+            self._examine(tape, self._step, thorough)
 
     def _affords(self, step: int) -> bool:
-        if self._only is not None:
-            return step == self._only
+        if self.only is not None:
+            return step == self.only
         if step in PLAIN_STEPS and not self.trouble:
             return False
         elapsed = time.perf_counter() - self._began
         if self.spent < self._allowance:
             return True
         earned = self._allowance + self._share * elapsed
-        return (step in LANDMARKS or self.trouble) and self.spent < earned
+        return (step - self._first in LANDMARKS or self.trouble) and self.spent < earned
 
     def _give_up(self, error: Exception) -> None:
         self.broken = f"{type(error).__name__}: {error}"
         self.stop()
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Examinations replay; whatever they do, training's random numbers stay."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from gradproof import __version__
 from gradproof.probes.distributed import rank_and_world
 from gradproof.probes.hooks import attach
+from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
+from gradproof.probes.taping import begin_taping
 from gradproof.record.sink import Sink
 from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY, describe_source
 from gradproof.record.writer import RunWriter
@@ -85,8 +87,11 @@ def watch(
     schedule: str | None = None,
     budget: float | None = None,
     sinks: Sequence[Sink] = (),
+    experiments: bool = True,
 ) -> Iterator[Monitor]:
     """Record the training inside the block as a run on disk; leaves no hook behind. Sinks hear it, too.
+
+    With `experiments`, some steps are taped and suspected causes tested on them, as in `gradproof run`.
 
     >>> with gradproof.watch(model, optimizer, out="runs/a") as run:  # doctest: +SKIP
     ...     train()
@@ -100,16 +105,19 @@ def watch(
         names=Names(models or None),
         schedule=schedule,
         budget=budget,
-        compiled=any(is_compiled(m) for m in models),
         sinks=sinks,
     )
     hooked = bool(models or optimizers)
     if not hooked:
         yield from _without_hooks(session)
         return
-    for each in optimizers:
-        session.optimizer_made(each)
     with attach(session, optimizers):
+        if experiments and session.rank == 0:  # the other ranks would find the same
+            begin_taping(session, budget)
+        for compiled in filter(is_compiled, models):
+            session.something_compiled(compiled)
+        for each in optimizers:
+            session.optimizer_made(each)
         try:
             yield Monitor(session, hooked=True)
         finally:
@@ -130,10 +138,10 @@ def open_session(
     names: Names,
     schedule: str | None = None,
     budget: float | None = None,
-    compiled: bool = False,
     on_row: Any = None,
     rank: int | None = None,
     sinks: Sequence[Sink] = (),
+    lines: Lines | None = None,
 ) -> Session:
     """A new run directory and the session that writes it; with a rank given, `out` is that rank's own.
 
@@ -157,7 +165,7 @@ def open_session(
     writer = RunWriter(path, info, sinks if rank == 0 else ())
     if 0 < len(script) <= LARGEST_COPY:
         writer.keep_file(SCRIPT_COPY, script)
-    return Session(writer, names, rules=rules, budget=budget, rank=rank, compiled=compiled, on_row=on_row)
+    return Session(writer, names, rules=rules, budget=budget, rank=rank, on_row=on_row, lines=lines)
 
 
 def default_path(label: str) -> Path:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,8 @@ from gradproof.record.schema import (
     TEXT_COLUMNS,
 )
 
+MOST_LAYOUTS = 64  # kept at a time; a run usually has as many as there are depths
+
 
 class Frame(NamedTuple):
     """Statistics of one step: row i belongs to the tensor numbered `numbers[i]`, in the order of execution."""
@@ -40,6 +42,49 @@ class Frame(NamedTuple):
     step: int
     numbers: np.ndarray  # (rows,)
     values: np.ndarray  # (rows, columns)
+
+
+class Frames(Sequence[Frame]):
+    """Frames of one content, read from disk when they are asked for: a long run's do not fit into memory."""
+
+    def __init__(self, file: Path, columns: int) -> None:
+        self._file = file
+        self._columns = columns
+        self._places: list[tuple[int, int, int]] = []  # step, offset of the payload, rows
+        self._layouts: dict[bytes, np.ndarray] = {}  # most frames have the same tensors: one array for all
+
+    def add(self, step: int, offset: int, rows: int) -> None:
+        self._places.append((step, offset, rows))
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.array([step for step, _, _ in self._places], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Frame]:
+        if not self._places:
+            return
+        with open(self._file, "rb") as stream:
+            for place in self._places:
+                yield self._read(stream, *place)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        with open(self._file, "rb") as stream:
+            return self._read(stream, *self._places[index])
+
+    def _read(self, stream: io.BufferedReader, step: int, offset: int, rows: int) -> Frame:
+        stream.seek(offset)
+        layout = stream.read(4 * rows)
+        if layout not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[layout] = np.frombuffer(layout, "<u4").astype(np.int64)
+        values = np.frombuffer(stream.read(4 * rows * self._columns), "<f4").reshape(rows, self._columns)
+        return Frame(step, self._layouts[layout], values)
 
 
 class Table(NamedTuple):
@@ -73,19 +118,19 @@ class Run:
     def __len__(self) -> int:
         return len(self.steps["step"])
 
-    @cached_property
-    def frames(self) -> list[Frame]:
+    @property
+    def frames(self) -> Frames:
         """The statistics frames, in the order of steps."""
-        return [frame for content, frame in self._frames if content == STATISTICS_FRAME]
+        return self._frames[STATISTICS_FRAME]
 
-    @cached_property
-    def distributions(self) -> list[Frame]:
+    @property
+    def distributions(self) -> Frames:
         """Percentiles, then exponent counts, of sampled steps."""
-        return [frame for content, frame in self._frames if content == DISTRIBUTION_FRAME]
+        return self._frames[DISTRIBUTION_FRAME]
 
     @cached_property
-    def _frames(self) -> list[tuple[int, Frame]]:
-        return list(_read_frames(self.path / FRAMES_FILE, self.notes))
+    def _frames(self) -> dict[int, Frames]:
+        return _find_frames(self.path / FRAMES_FILE, self.notes)
 
     def numbers(self, kind: str) -> list[int]:
         """The numbers of all tensors of a kind, in the order in which they were first seen."""
@@ -206,38 +251,41 @@ def _number(cell: str) -> float:
 def _read_events(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     events, damaged = [], 0
     if file.exists():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for line in text.removesuffix("\n").split("\n"):  # splitlines would cut at U+2028, too
             try:
-                events.append(json.loads(line))
+                event = json.loads(line)
             except ValueError:
+                event = None
+            if isinstance(event, dict):
+                events.append(event)
+            else:
                 damaged += 1
     if damaged:
         notes.append(f"{file.name}: {damaged} damaged lines are left out")
     return events
 
 
-def _read_frames(file: Path, notes: list[str]) -> Iterator[tuple[int, Frame]]:
+def _find_frames(file: Path, notes: list[str]) -> dict[int, Frames]:
+    """Where the whole frames of a file are, by content; each is read once, and checked."""
+    found = {content: Frames(file, columns) for content, columns in FRAME_COLUMNS.items()}
     if not file.exists() or file.stat().st_size == 0:
-        return
-    data = np.memmap(file, dtype=np.uint8, mode="r")
-    offset, damaged = 0, 0
-    while offset + FRAME_HEADER.size <= len(data):
-        magic, content, step, rows, size, crc = FRAME_HEADER.unpack(
-            data[offset : offset + FRAME_HEADER.size].tobytes()
-        )
-        start, end = offset + FRAME_HEADER.size, offset + FRAME_HEADER.size + size
-        columns = FRAME_COLUMNS.get(content)
-        if magic != FRAME_MAGIC or end > len(data):
-            break
-        payload = data[start:end]
-        if zlib.crc32(payload.data) != crc or columns is None or size != rows * 4 * (1 + columns):
-            damaged += 1
-        else:
-            numbers = payload[: 4 * rows].view("<u4").astype(np.int64)
-            values = payload[4 * rows :].view("<f4").reshape(rows, columns)
-            yield content, Frame(step, numbers, values)
-        offset = end
+        return found
+    offset, damaged, end = 0, 0, file.stat().st_size
+    with open(file, "rb") as stream:
+        while offset + FRAME_HEADER.size <= end:
+            magic, content, step, rows, size, crc = FRAME_HEADER.unpack(stream.read(FRAME_HEADER.size))
+            start = offset + FRAME_HEADER.size
+            if magic != FRAME_MAGIC or start + size > end:
+                break
+            columns = FRAME_COLUMNS.get(content)
+            if zlib.crc32(stream.read(size)) != crc or columns is None or size != rows * 4 * (1 + columns):
+                damaged += 1
+            else:
+                found[content].add(step, start, rows)
+            offset = start + size
     if damaged:
         notes.append(f"{file.name}: {damaged} damaged frames are left out")
-    if offset != len(data):
-        notes.append(f"{file.name}: the last {len(data) - offset} bytes are no whole frame and are left out")
+    if offset != end:
+        notes.append(f"{file.name}: the last {end - offset} bytes are no whole frame and are left out")
+    return found

@@ -220,7 +220,7 @@ def describe_parameters(info: dict[str, Any]) -> dict[str, str]:
 
 
 def describe_surroundings(info: dict[str, Any]) -> dict[str, str]:
-    named = {key: info.get(key) for key in ("world", "schedule", "exit_code", "failure")}
+    named = {key: info.get(key) for key in ("fix", "world", "schedule", "exit_code", "failure")}
     return {key: str(value) for key, value in named.items() if value}  # an exit code of 0 is no news
 
 

@@ -18,7 +18,8 @@ def render_text(diagnosis: Diagnosis, color: bool = False) -> str:
     paint = _painter(color)
     parts = [_headline(diagnosis, paint)]
     parts += [_finding(number, cause, paint) for number, cause in enumerate(diagnosis.causes, 1)]
-    parts += [_symptoms(diagnosis, paint), _excluded(diagnosis, paint), _footer(diagnosis, paint)]
+    parts += [_symptoms(diagnosis, paint), _excluded(diagnosis, paint), _next(diagnosis, paint)]
+    parts.append(_footer(diagnosis, paint))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -64,8 +65,15 @@ def _symptoms(diagnosis: Diagnosis, paint) -> str:
 def _excluded(diagnosis: Diagnosis, paint) -> str:
     if not diagnosis.excluded:
         return ""
-    lines = [_wrap("  ", f"{e.family}: {e.reason}") for e in diagnosis.excluded]
+    lines = [_wrap("  ", f"{e.id or e.family}: {e.reason}") for e in diagnosis.excluded]
     return "\n".join([paint("bold", "Tested, and not the cause"), *lines])
+
+
+def _next(diagnosis: Diagnosis, paint) -> str:
+    if not diagnosis.next_steps:
+        return ""
+    lines = [_wrap("  ", line) for line in diagnosis.next_steps]
+    return "\n".join([paint("bold", "Nothing is proven; what would tell most"), *lines])
 
 
 def _footer(diagnosis: Diagnosis, paint) -> str:

@@ -16,7 +16,7 @@ import torch
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import FunctionCall, Line, Operation, Ref, Tape
 from gradproof.tape.pattern import describe_difference, relative_error, wide
-from gradproof.tape.replay import Player
+from gradproof.tape.player import Player
 
 DIRECTIONS = 3
 

@@ -11,7 +11,7 @@ import torch
 from gradproof.errors import UserError
 from gradproof.tape.locate import FirstBad
 from gradproof.tape.operations import Ref, Tape, references
-from gradproof.tape.replay import Player
+from gradproof.tape.player import Player
 
 SCRIPT = '''"""Reproduces the first bad operation of a training step: python reproduce.py"""
 

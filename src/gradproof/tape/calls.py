@@ -1,4 +1,4 @@
-"""Who calls what during a recorded step: modules, hand-written autograd functions, the engine, the optimizer.
+"""Who calls what during a recorded step: modules, hand-written autograd functions, operators from outside, optimizers.
 
 Each function installs its watch for the time of a `with` block and takes it away again.
 """
@@ -16,7 +16,15 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx, FunctionMeta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradproof.tape.operations import FunctionCall, ModuleCall, Ref, Tape
+from gradproof.tape.operations import (
+    FunctionCall,
+    ModuleCall,
+    Operation,
+    OperatorFunction,
+    Ref,
+    Tape,
+    references,
+)
 from gradproof.tape.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -197,6 +205,27 @@ def _leave_function(state: State, call: FunctionCall, output: Any) -> None:
         call.opaque = "its result is made outside PyTorch"
     state.forward_at.setdefault(call.sequence, min(call.first, max(len(state.tape.operations) - 1, 0)))
     state.call = None
+
+
+def note_operator(state: State, operation: Operation, kwargs: dict) -> None:
+    """An operator from outside PyTorch: the tape sees its result, not its inside."""
+    if list(tensors_in(kwargs)) or not any(ref.tracked for ref in references(operation.args)):
+        return
+    call = FunctionCall(
+        index=len(state.tape.functions),
+        cls=OperatorFunction(operation.func, kwargs),
+        args=operation.args,
+        first=operation.index,
+        last=operation.index + 1,
+        module=operation.module,
+        line=operation.line,
+        sequence=torch.autograd._get_sequence_nr() - 1,
+        outputs=[*operation.makes],
+        opaque="an operator from outside PyTorch",
+    )
+    call.dtypes = {slot: state.tape.slots[slot].dtype for slot in call.inputs}
+    state.tape.functions.append(call)
+    state.forward_at.setdefault(call.sequence, operation.index)
 
 
 def depends_on_inputs(tape: Tape, call: FunctionCall) -> bool:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from gradproof.tape.attention import attention_formula, attention_with_dropout
 from gradproof.tape.operations import Operation, Ref, Slot, replace_references
-from gradproof.tape.operators import FRESH, FUSED_ATTENTION, argument, name_of, written_arguments
+from gradproof.tape.operators import (
+    DROPS_INSIDE,
+    FRESH,
+    FUSED_ATTENTION,
+    argument,
+    name_of,
+    written_arguments,
+)
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
@@ -39,6 +46,8 @@ def execute(
 ) -> tuple[Any, str]:
     """(result, note): the operator run again; the note says when it was not run as recorded."""
     func, name = operation.func, operation.name
+    if operation.frozen is not None and name in DROPS_INSIDE:
+        return _attention_with_dropout(operation, value, slots, dtype)
     if operation.frozen is not None and not operation.writes and name != "native_dropout":
         return _frozen_constants(operation, dtype), ""
     args = replace_references(operation.args, value)
@@ -54,7 +63,7 @@ def execute(
     if dtype is None or not hasattr(func, "_schema"):
         return func(*args, **kwargs), ""
     if name in FUSED_ATTENTION:
-        return _attention_formula(func, args, kwargs), ""
+        return attention_formula(func, args, kwargs), ""
     if not any(isinstance(part, torch.Tensor) for part in _flat((args, kwargs))):
         return _map(func(*args, **kwargs), lambda t: converted(t, dtype)), ""  # a constant: as it was
     if name == "view" and any(isinstance(part, torch.dtype) for part in args):
@@ -73,19 +82,35 @@ def _own_precision(
     if operation.writes:
         raise CannotReplay(f"{operation.name} cannot be run in {dtype}: {_first_line(error)}") from error
 
-    def lowered(ref: Ref) -> torch.Tensor:
-        tensor = value(ref)
-        return tensor.to(slots[ref.slot].dtype) if tensor.is_floating_point() else tensor
-
     if operation.name == "view" and not any(isinstance(part, torch.dtype) for part in operation.args):
         args = replace_references(operation.args, value)
         return args[0].reshape(args[1]), ""  # another memory layout than recorded
-    args, kwargs = replace_references((operation.args, operation.kwargs), lowered)
+    args, kwargs = _lowered(operation, value, slots)
     try:
         result = operation.func(*args, **kwargs)
     except Exception as second:
         raise CannotReplay(f"{operation.name} cannot be run again: {_first_line(second)}") from second
     return _map(result, lambda t: converted(t, dtype)), f"{operation.name} was run in its own precision"
+
+
+def _lowered(operation: Operation, value: Callable, slots: list[Slot]) -> tuple[tuple, dict]:
+    """The arguments in the precision in which they were recorded."""
+
+    def lower(ref: Ref) -> torch.Tensor:
+        tensor = value(ref)
+        return tensor.to(slots[ref.slot].dtype) if tensor.is_floating_point() else tensor
+
+    return replace_references((operation.args, operation.kwargs), lower)
+
+
+def _attention_with_dropout(
+    operation: Operation, value: Callable, slots: list[Slot], dtype: torch.dtype | None
+) -> tuple[Any, str]:
+    assert operation.frozen is not None
+    args, kwargs = _lowered(operation, value, slots)
+    result = attention_with_dropout(operation.func, args, kwargs, operation.frozen[0])
+    note = f"{operation.name} was run in its own precision: only the kernel knows what its dropout dropped"
+    return _map(result, lambda t: converted(t, dtype)), note if dtype is not None else ""
 
 
 def _functional_out(func: Any, args: tuple, kwargs: dict, dtype: torch.dtype | None) -> Any:
@@ -166,33 +191,6 @@ def _in_precision(name: str, tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, (tuple, list)):
         return type(tree)(_in_precision("", part, dtype) for part in tree)
     return tree
-
-
-def _attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
-    """softmax(q kᵀ · scale + bias) v, what all fused attention operators compute; (B, H, T, D)."""
-    query, key, value = args[:3]
-    bias = (
-        argument(func, args, kwargs, "attn_bias")
-        if "efficient" in str(func) or "cudnn" in str(func)
-        else None
-    )
-    if bias is None:
-        bias = argument(func, args, kwargs, "attn_mask")
-    scale = argument(func, args, kwargs, "scale")
-    factor = scale if isinstance(scale, float) else 1.0 / math.sqrt(query.shape[-1])
-    if key.shape[1] != query.shape[1]:  # grouped queries
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    scores = (query @ key.mT) * factor
-    if argument(func, args, kwargs, "is_causal", False):
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if isinstance(bias, torch.Tensor):
-        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-    nothing = scores.amax(-1, keepdim=True) == -math.inf  # a row without any key gives zero, not NaN
-    out = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0) @ value
-    # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return (out,)  # what else they return only their own backward reads
 
 
 def _flat(tree: Any) -> list:

@@ -3,11 +3,13 @@
 gains = measure_gains(tape)
 gains.odd_one                      # the block whose gain is furthest from that of its siblings
 compare_gains(earlier, gains)      # the block whose gain has changed most since another step
+measure_operation_gains(tape)      # the same, operation by operation, of the forward pass
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +19,8 @@ import torch
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import ModuleCall, Operation, Tape
 from gradproof.tape.operators import is_view
-from gradproof.tape.replay import Player, replay_exactly
+from gradproof.tape.player import Player
+from gradproof.tape.replay import forward_operations, replay_exactly
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,9 @@ class Gain:
 
 @dataclass(frozen=True)
 class Gains:
-    """Every module's and operation's gain in one step."""
+    """Every module's gain in one step, call by call."""
 
     modules: tuple[Gain, ...]
-    operations: tuple[Gain, ...]
 
     @property
     def odd_one(self) -> Gain | None:
@@ -55,10 +57,6 @@ class Gains:
             abs(_log(getattr(gain, way)) - median(_log(getattr(other, way)) for other in siblings))
             for way in ("forward", "backward")
         )
-
-    @property
-    def largest_operation(self) -> Gain | None:
-        return max(self.operations, key=lambda gain: abs(_log(gain.forward)), default=None)
 
     def over_time(self, path: str) -> list[Gain]:
         """The calls of one module in order: a recurrent cell's gain by time step."""
@@ -83,11 +81,9 @@ class GainChange:
 
 
 def measure_gains(tape: Tape) -> Gains:
-    """Gains of all modules and operations of a taped step, from one exact replay."""
-    sizes: dict[
-        tuple[str, int, int], float
-    ] = {}  # (in, out or gradient, call or backward, slot) -> root mean square
-    operations: list[Gain] = []
+    """Gains of all modules of a taped step, from one exact replay."""
+    # (in, out or gradient, number of the call, slot) -> root mean square
+    sizes: dict[tuple[str, int, int], float] = {}
     looks: dict[int, list] = {}
     for number, call in enumerate(tape.modules):
         looks.setdefault(call.first, []).append(_measure(sizes, "in", number, call.inputs))
@@ -95,21 +91,32 @@ def measure_gains(tape: Tape) -> Gains:
     for backward in tape.top_backwards:
         for at, slot, gradient in backward.received:
             looks.setdefault(at, []).append(_measure_gradient(sizes, slot, gradient))
+    replay_exactly(tape, at=looks)
+    counts: Counter[str] = Counter()
+    modules = []
+    for number, call in enumerate(tape.modules):
+        outputs = [tape.slots[slot] for slot in call.outputs]
+        if not any(slot.shape and slot.followed for slot in outputs):
+            continue  # a loss, or a validation between two steps
+        gain = _module_gain(call, number, counts[call.path], sizes)
+        counts[call.path] += 1
+        if gain is not None:
+            modules.append(gain)
+    return Gains(tuple(modules))
+
+
+def measure_operation_gains(tape: Tape) -> list[Gain]:
+    """Gains of the operations of the forward pass, furthest from 1 first."""
+    found: list[Gain] = []
 
     def after(player: Player, operation: Operation) -> None:
         gain = _operation_gain(tape, player, operation)
         if gain is not None:
-            operations.append(gain)
+            found.append(gain)
 
-    replay_exactly(tape, at=looks, after=after)
-    counts: dict[str, int] = {}
-    modules = []
-    for number, call in enumerate(tape.modules):
-        gain = _module_gain(call, number, counts.get(call.path, 0), sizes)
-        counts[call.path] = counts.get(call.path, 0) + 1
-        if gain is not None:
-            modules.append(gain)
-    return Gains(tuple(modules), tuple(operations))
+    player = Player(tape, None, None)
+    player.play(forward_operations(tape, None), after=after)
+    return sorted(found, key=lambda gain: -abs(_log(gain.forward)))
 
 
 def compare_gains(before: Gains, after: Gains) -> GainChange | None:
@@ -158,7 +165,7 @@ def _module_gain(call: ModuleCall, number: int, nth: int, sizes: dict) -> Gain |
 
 
 def _operation_gain(tape: Tape, player: Player, operation: Operation) -> Gain | None:
-    if operation.in_backward is not None or operation.phase != "forward" or is_view(operation.func):
+    if operation.phase != "forward" or is_view(operation.func):
         return None
     values = [player.env[s] for s in operation.reads if s in player.env and tape.slots[s].kind != "parameter"]
     made = [player.env[slot] for slot in operation.makes if slot in player.env]

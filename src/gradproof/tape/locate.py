@@ -14,7 +14,7 @@ import torch
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Line, Operation, Tape
 from gradproof.tape.pattern import ranges
-from gradproof.tape.replay import Player
+from gradproof.tape.player import Player
 from gradproof.tape.rows import trace_rows
 from gradproof.tape.trace import Bad, Trace, follow, origins
 
@@ -148,7 +148,7 @@ def _operation(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad
     count = int(mask.sum()) if mask is not None else 0
     where = tuple(mask.nonzero()[0].tolist()) if mask is not None and count else ()
     rows = (
-        trace_rows(tape, operation, origin, mask)
+        trace_rows(tape, operation, origin, bad.slot, mask)
         if mask is not None and operation.phase != "optimizer"
         else ""
     )

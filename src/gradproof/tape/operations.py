@@ -62,9 +62,9 @@ class Operation:
     node: str  # the autograd node it ran for, in backward
     made_from: int | None  # the forward operation that node belongs to
     in_backward: int | None  # the backward call it belongs to
-    frozen: tuple | None = (
-        None  # recorded results of what cannot be computed again: random numbers, foreign kernels
-    )
+    # what cannot be computed again: random results, those of foreign kernels; of a fused attention with dropout, the
+    # state of the generator
+    frozen: tuple | None = None
     fingerprint: int | None = None  # place in Tape.fingerprints
 
     @property
@@ -183,7 +183,6 @@ class Tape:
     stepped: list[int] = field(default_factory=list)  # parameters that an operation of the step changed
     # parameter -> (operation, .grad): as the optimizer saw it, or at the end
     final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
-    rng: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprints: torch.Tensor | list = field(default_factory=list)
     never_written: dict[int, str] = field(default_factory=dict)  # operation -> what it read
     compiled: bool = False

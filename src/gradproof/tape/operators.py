@@ -23,6 +23,10 @@ FUSED_ATTENTION = {
     "_scaled_dot_product_fused_attention_overrideable",
 }  # fmt: skip
 
+# the mask of their dropout exists only inside them
+DROPS_INSIDE = FUSED_ATTENTION | {"_flash_attention_forward", "_efficient_attention_forward"}
+OWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
+
 
 def name_of(func: Callable) -> str:
     packet = getattr(func, "overloadpacket", func)
@@ -31,6 +35,11 @@ def name_of(func: Callable) -> str:
 
 def is_collective(func: Callable) -> bool:
     return getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
+
+
+def has_own_backward(func: Callable) -> bool:
+    """True for an operator from outside PyTorch."""
+    return getattr(func, "namespace", "aten") not in OWN_NAMESPACES
 
 
 @cache
@@ -76,7 +85,7 @@ def is_random(func: Callable, args: tuple, kwargs: dict) -> bool:
     """True when the result depends on the random generator."""
     if not _is_seeded(func):
         return False
-    if name_of(func) in FUSED_ATTENTION:
+    if name_of(func) in DROPS_INSIDE:
         return bool(argument(func, args, kwargs, "dropout_p", 0.0))
     if name_of(func) in ("_cudnn_rnn", "miopen_rnn", "_fused_rms_norm"):
         return False

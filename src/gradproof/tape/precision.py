@@ -9,7 +9,8 @@ import torch
 
 from gradproof.tape.operations import Line, Operation, Tape
 from gradproof.tape.pattern import relative_error
-from gradproof.tape.replay import Player, forward_operations
+from gradproof.tape.player import Player
+from gradproof.tape.replay import forward_operations
 
 
 @dataclass(frozen=True)

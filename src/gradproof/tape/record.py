@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,17 +62,29 @@ class Recorder:
         Inside a hook of an optimizer no other can be registered: there, tell by enter_optimizer and leave_optimizer.
         """
         self.state = State(self.tape, self._name_of, self._known_parameters)
+        self._inside_optimizer_hook = inside_optimizer_hook
+        self._listen()
+        return self.tape
+
+    def _listen(self) -> None:
         try:
-            _keep_generators(self.tape)
             for watched in WATCHES:
-                if inside_optimizer_hook and watched is watched_optimizers:
+                if self._inside_optimizer_hook and watched is watched_optimizers:
                     continue
                 self._stack.enter_context(watched(self.state))
             self._stack.enter_context(_Mode(self.state))
         except Exception as error:
             self.tape.broken = f"recording could not start: {error!r}"
             self._stack.close()
-        return self.tape
+
+    @contextmanager
+    def interrupted(self) -> Iterator[Tape]:
+        """The tape as it stands, to be replayed while nothing is recorded; afterwards recording goes on."""
+        self._stack.close()
+        try:
+            yield replace(self.tape)  # what is worked out of it now will not hold for the whole tape
+        finally:
+            self._listen()
 
     def enter_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         enter_optimizer(self.state, optimizer)
@@ -84,13 +97,6 @@ class Recorder:
         self._stack.close()
         self.state.finish()
         return self.tape
-
-
-def _keep_generators(tape: Tape) -> None:
-    tape.rng["cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            tape.rng[f"cuda:{index}"] = torch.cuda.get_rng_state(index)
 
 
 class _Mode(TorchDispatchMode):

@@ -5,20 +5,30 @@ from __future__ import annotations
 import torch
 
 from gradproof.tape.execute import CannotReplay
+from gradproof.tape.halving import MOST_ROWS, find_bad_rows
 from gradproof.tape.operations import Operation, Tape
 from gradproof.tape.pattern import ranges
-from gradproof.tape.replay import Player
-
-MOST_ROWS = 4  # more rows than this say nothing
+from gradproof.tape.player import Player
 
 
-def trace_rows(tape: Tape, operation: Operation, origin: Operation, bad: torch.Tensor) -> str:
-    """The batch rows behind a bad result, or behind the same elements of its forward."""
+def trace_rows(tape: Tape, operation: Operation, origin: Operation, slot: int, bad: torch.Tensor) -> str:
+    """The batch rows behind a bad result: by following it back, by its shape, else by replacing rows."""
     try:
         found = _trace(tape, origin, bad)
     except (CannotReplay, RuntimeError, IndexError):
         found = ""
-    return found or _by_shape(tape, bad)
+    return found or _by_shape(tape, bad) or _by_halving(tape, operation, slot)
+
+
+def _by_halving(tape: Tape, operation: Operation, slot: int) -> str:
+    try:
+        rows, leaves = find_bad_rows(tape, operation, slot)
+    except (CannotReplay, RuntimeError, IndexError):
+        return ""
+    if not rows:
+        return ""
+    largest = max(leaves, key=lambda leaf: len(leaf.shape))
+    return f"batch row {ranges(rows)} of {largest}: with good rows in its place the result is finite"
 
 
 def _by_shape(tape: Tape, bad: torch.Tensor) -> str:

@@ -19,7 +19,8 @@ from gradproof.tape.cuts import Cut, find_cuts
 from gradproof.tape.locate import find_never_written
 from gradproof.tape.operations import Slot, Tape, references
 from gradproof.tape.pattern import cosine, describe_difference, wide
-from gradproof.tape.replay import Replay, collect, differentiate, real_contributions, replay_exactly
+from gradproof.tape.player import Replay
+from gradproof.tape.replay import collect, differentiate, real_contributions, replay_exactly
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import CodeType
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradproof.tape.attention import generator_state
+from gradproof.tape.calls import note_operator
 from gradproof.tape.operations import (
     BackwardCall,
     FunctionCall,
@@ -19,16 +20,17 @@ from gradproof.tape.operations import (
     Memory,
     ModuleCall,
     Operation,
-    OperatorFunction,
     Ref,
     Slot,
     Tape,
     references,
 )
 from gradproof.tape.operators import (
+    DROPS_INSIDE,
     FRESH,
     OVERWRITES,
     READS_NO_VALUES,
+    has_own_backward,
     ignores_first_argument,
     is_collective,
     is_random,
@@ -36,6 +38,7 @@ from gradproof.tape.operators import (
     name_of,
     written_arguments,
 )
+from gradproof.tape.places import user_line
 from gradproof.tape.tensors import (
     alias,
     contiguous_strides,
@@ -45,20 +48,12 @@ from gradproof.tape.tensors import (
     load,
     map_tensors,
     nbytes,
+    on_host,
     plain,
     storage_key,
     tensors_in,
 )
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_HIDDEN = (
-    os.path.dirname(os.path.abspath(torch.__file__)),
-    *(
-        os.path.join(_OWN, room)
-        for room in ("tape", "probes", "experiments", "integrations", "commands", "cli.py")
-    ),
-    "<",
-)
 _WHOLE_STORAGE = 1 << 20  # bytes: a leaf's memory up to this size, or twice the leaf, is kept whole
 _LARGE = 64 << 20  # bytes: an input larger than this is a data set
 _FILLED = 1 << 30  # bytes: larger fresh memory is left as it is
@@ -134,10 +129,13 @@ class State:
         for tensor in written:
             self.keep_before_write(tensor, name)
         self.was_read.update(ref.slot for ref in references(refs))
-        return refs, written, line, scaled, grad_enabled
+        drawn_from = None
+        if name in DROPS_INSIDE and is_random(func, args, kwargs):
+            drawn_from = generator_state(args[0].device)
+        return refs, written, line, scaled, grad_enabled, drawn_from
 
     def after(self, pending: tuple, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        (ref_args, ref_kwargs), written, line, scaled, grad_enabled = pending
+        (ref_args, ref_kwargs), written, line, scaled, grad_enabled, drawn_from = pending
         name = name_of(func)
         if is_collective(func):  # may still be running: its result is read when somebody reads it
             written = list(tensors_in((args, kwargs)))
@@ -153,8 +151,8 @@ class State:
             tracked=grad_enabled and any(ref.tracked for ref in references((ref_args, ref_kwargs))),
         )
         operation.results = map_tensors(result, lambda t: self.result(t, index), other=plain)
-        if _has_own_backward(func) and self.call is None and not self.backward:
-            self.note_operator(operation, args, kwargs)
+        if has_own_backward(func) and self.call is None and not self.backward:
+            note_operator(self, operation, kwargs)
         if scaled and name == "mul":
             self.tape.scaled.add(index)
         fresh = list(tensors_in(result))
@@ -165,6 +163,8 @@ class State:
                 self.unknown.pop(storage_key(tensor) or 0, None)
         if not self.large.isdisjoint(operation.reads) and fresh:
             self.pick_from_large(operation, fresh)
+        elif drawn_from is not None:
+            operation.frozen = (drawn_from,)
         elif (
             is_random(func, args, kwargs) or name == "wait_tensor"
         ):  # awaited: now a collective's result is known
@@ -181,26 +181,6 @@ class State:
             operation.frozen = tuple(result.detach().clone() for result in results)
         else:
             self.large.update(operation.makes)
-
-    def note_operator(self, operation: Operation, args: tuple, kwargs: dict) -> None:
-        """An operator from outside PyTorch: the tape sees its result, not its inside."""
-        if list(tensors_in(kwargs)) or not any(ref.tracked for ref in references(operation.args)):
-            return
-        call = FunctionCall(
-            index=len(self.tape.functions),
-            cls=OperatorFunction(operation.func, kwargs),
-            args=operation.args,
-            first=operation.index,
-            last=operation.index + 1,
-            module=operation.module,
-            line=operation.line,
-            sequence=torch.autograd._get_sequence_nr() - 1,
-            outputs=[*operation.makes],
-            opaque="an operator from outside PyTorch",
-        )
-        call.dtypes = {slot: self.tape.slots[slot].dtype for slot in call.inputs}
-        self.tape.functions.append(call)
-        self.forward_at.setdefault(call.sequence, operation.index)
 
     def append(
         self,
@@ -419,37 +399,11 @@ class State:
             for memory in tape.memories:
                 if not memory.kept:
                     memory.flat, memory.kept = memory.flat.clone(), True
-            by_device: dict = {}
-            prints = list(tape.fingerprints)
-            for place, value in enumerate(prints):
-                by_device.setdefault(value.device, []).append((place, value))
-            tape.fingerprints = torch.empty(len(prints), dtype=torch.float64)
-            for pairs in by_device.values():
-                places, values = zip(*pairs, strict=True)
-                tape.fingerprints[list(places)] = torch.stack(values).cpu()
+            tape.fingerprints = on_host(list(tape.fingerprints))
         except Exception as error:
             tape.broken = tape.broken or f"the tape could not be closed: {error!r}"
         self.pins.clear()
 
-    # -- places
-
     def user_line(self) -> tuple[Line | None, bool]:
-        """The innermost frame that is neither torch nor gradproof; of a backward, only inside the engine."""
-        frame = sys._getframe(3)
-        scaled = False
-        while frame is not None:
-            code = frame.f_code
-            if self.backward and code is self.engine_code:
-                return None, False
-            if not code.co_filename.startswith(_HIDDEN):
-                return Line(code.co_filename, frame.f_lineno, code.co_name), scaled
-            scaled = scaled or code.co_filename.endswith("grad_scaler.py")
-            frame = frame.f_back  # type: ignore[assignment]
-        return None, False
-
-
-_OWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
-
-
-def _has_own_backward(func: Any) -> bool:
-    return getattr(func, "namespace", "aten") not in _OWN_NAMESPACES
+        """The user's line that is running; of a backward, only what runs inside the engine."""
+        return user_line(self.engine_code if self.backward else None)

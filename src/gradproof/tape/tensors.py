@@ -74,7 +74,12 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """One number for what an operation made, so that a replay can tell whether it made the same."""
+    """One number for what an operation made, so that a replay can tell whether it made the same.
+
+    Whole numbers beside real ones do not count: fused attention hands out seeds that it never used.
+    """
+    if any(t.is_floating_point() for t in tensors):
+        tensors = [t for t in tensors if t.is_floating_point()]
     sums = [_sum(t) for t in tensors if t.layout == torch.strided and t.numel() > 0 and t.dtype in _SUMMED]
     return sum(sums[1:], sums[0]) if sums else None
 
@@ -82,6 +87,17 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     low = tensor.dtype in (torch.float16, torch.bfloat16)
     return (tensor.sum(dtype=torch.float32) if low else tensor.sum()).double()
+
+
+def on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers from any devices as one tensor on the CPU, with one copy from each."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, number in enumerate(numbers):
+        by_device.setdefault(number.device, []).append(place)
+    found = torch.empty(len(numbers), dtype=torch.float64)
+    for places in by_device.values():
+        found[places] = torch.stack([numbers[place] for place in places]).cpu()
+    return found
 
 
 def freeze(name: str, values: list[torch.Tensor]) -> tuple:

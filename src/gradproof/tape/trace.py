@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from gradproof.tape.execute import CannotReplay
-from gradproof.tape.operations import Operation, Ref, Tape
+from gradproof.tape.operations import BackwardCall, Operation, Ref, Tape
 from gradproof.tape.operators import FRESH
-from gradproof.tape.replay import Player, real_contributions, replay_exactly
+from gradproof.tape.player import Player
+from gradproof.tape.replay import real_contributions, replay_exactly
 
 SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
@@ -140,11 +141,13 @@ def follow(tape: Tape, fresh: float) -> Trace:
     for call in tape.top_backwards:
         for slot in call.roots if call.accumulates else ():
             looks.setdefault(call.first, []).append(loss_look(slot))
-        for at, parameter, gradient in real_contributions(tape, call):
+        for at, parameter, gradient in (*real_contributions(tape, call), *_asked_for(call)):
             if tape.slots[parameter].kind == "parameter":
                 looks.setdefault(at, []).append(
                     named_look(trace.gradients, tape.slots[parameter].name, gradient)
                 )
+    for parameter, (at, gradient) in tape.final_gradients.items():  # what a clip may have made of it
+        looks.setdefault(at, []).append(named_look(trace.gradients, tape.slots[parameter].name, gradient))
     end = len(tape.operations)
     for slot in final_outputs(tape) if not tape.top_backwards else ():
         looks.setdefault(end, []).append(named_look(trace.outputs, "the model's output", slot))
@@ -153,6 +156,12 @@ def follow(tape: Tape, fresh: float) -> Trace:
     keep = {*(slot.index for slot in tape.parameters), *final_outputs(tape)}
     replay_exactly(tape, fresh=fresh, at=looks, before=trace.look_before, after=trace.look_after, keep=keep)
     return trace
+
+
+def _asked_for(call: BackwardCall) -> list[tuple[int, int, int]]:
+    """(at operation, slot, gradient) of what torch.autograd.grad returned."""
+    pairs = zip(call.inputs or (), call.results, strict=False)
+    return [(call.last, slot, result) for slot, result in pairs if result is not None]
 
 
 def final_outputs(tape: Tape) -> list[int]:

@@ -1,0 +1,36 @@
+"""Which line of the user's code is running: the innermost frame that is neither torch nor gradproof."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType
+
+import torch
+
+from gradproof.tape.operations import Line
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HIDDEN = (
+    os.path.dirname(os.path.abspath(torch.__file__)),
+    *(
+        os.path.join(_OWN, room)
+        for room in ("tape", "probes", "experiments", "integrations", "commands", "cli.py")
+    ),
+    "<",
+)
+
+
+def user_line(outermost: CodeType | None = None) -> tuple[Line | None, bool]:
+    """(line, was it called through a GradScaler?); frames from `outermost` on outwards do not count."""
+    frame = sys._getframe(1)
+    scaled = False
+    while frame is not None:
+        code = frame.f_code
+        if outermost is not None and code is outermost:
+            return None, False
+        if not code.co_filename.startswith(_HIDDEN):
+            return Line(code.co_filename, frame.f_lineno, code.co_name), scaled
+        scaled = scaled or code.co_filename.endswith("grad_scaler.py")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, False
