@@ -61,13 +61,12 @@ def _run(file: Path) -> None:
 
     import torch
 
-    from gradproof.experiments.examination import Examination
     from gradproof.probes import script
 
     torch.set_num_threads(1)
     os.chdir(file.parent)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    script.run_program(script.load_script(file.name), [], out="run", quiet=True, examiner=Examination)
+    script.run_program(script.load_script(file.name), [], out="run", quiet=True)
 
 
 def symptoms_of(family: str) -> list[str]:

@@ -78,3 +78,17 @@ def test_without_one_the_allowance_goes_first_then_landmarks_and_trouble(monkeyp
 
 def test_the_one_step_that_was_asked_for_is_taped_whatever_it_costs(monkeypatch):
     assert Simulation(monkeypatch, only=777, budget=0.0).run(1000).taped == [777]
+
+
+@pytest.mark.parametrize("free, taped", [(40, True), (16, False)])
+def test_a_gpu_that_is_nearly_full_is_left_alone(free, taped, monkeypatch):
+    """10 GB held, 30 at the peak of a step, 12 reserved: a tape wants 25 beyond what is held."""
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        memory_allocated=lambda: 10,
+        max_memory_allocated=lambda: 30,
+        memory_reserved=lambda: 12,
+        mem_get_info=lambda: (free, 80),
+    )
+    monkeypatch.setattr(taping.torch, "cuda", cuda)
+    assert bool(Simulation(monkeypatch).run(5).taped) == taped

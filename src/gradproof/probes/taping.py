@@ -58,6 +58,16 @@ def begin_taping(session: Any, budget: float | None = None, only: int | None = N
 _recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
 
 
+def has_room_for_tape() -> bool:
+    """Whether the GPU, if one is used, has memory left for a tape beside the step itself: half of what it holds now."""
+    if not torch.cuda.is_initialized():
+        return True
+    held = torch.cuda.memory_allocated()
+    spare = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
+    of_a_step = torch.cuda.max_memory_allocated() - held
+    return spare - of_a_step > held / 2
+
+
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
@@ -185,6 +195,8 @@ class Taping:
     def _affords(self, step: int) -> bool:
         if self.only is not None:
             return step == self.only
+        if not has_room_for_tape():
+            return False
         if step in PLAIN_STEPS and not self.trouble:
             return False
         elapsed = time.perf_counter() - self._began
