@@ -88,11 +88,7 @@ def test_a_sick_hugging_face_training_is_recognised(tmp_path):
     trainer.train()
     found = gradproof.diagnose(tmp_path / "run")
     assert found.worst == "problem" and found.causes[0].family == "param-not-updated"
-<<<<<<< HEAD
     assert found.causes[0].where.startswith("transformer.wte.weight (test_integrations.py:")
-=======
-    assert found.causes[0].where.startswith("transformer.wte.weight")
->>>>>>> around
 
 
 def test_a_hugging_face_training_that_raises_leaves_no_hook(tmp_path):
@@ -182,11 +178,7 @@ def test_a_sick_lightning_training_is_recognised(tmp_path):
     lightning_fit(tmp_path, GradproofCallback(out=tmp_path / "run"), trained=slice(2, 3))
     found = gradproof.diagnose(tmp_path / "run")
     assert found.worst == "problem" and found.causes[0].family == "param-not-updated"
-<<<<<<< HEAD
     assert found.causes[0].where.startswith("body.0.weight (test_integrations.py:")
-=======
-    assert found.causes[0].where.startswith("body.0.weight")
->>>>>>> around
 
 
 def test_a_lightning_training_that_raises_leaves_no_hook(tmp_path):
@@ -234,8 +226,4 @@ def test_accelerate(tmp_path):
 def test_a_sick_accelerate_training_is_recognised(tmp_path):
     found = gradproof.diagnose(accelerated(tmp_path, trained=slice(2, 3)))
     assert found.worst == "problem" and found.causes[0].family == "param-not-updated"
-<<<<<<< HEAD
     assert found.causes[0].where.startswith("0.weight (test_integrations.py:")
-=======
-    assert found.causes[0].where.startswith("0.weight")
->>>>>>> around
