@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
@@ -133,3 +134,24 @@ def test_players_that_wait_for_each_other_are_silent():
         return loss.detach()
 
     assert not ids(examine(is_a_path_cut, model, [opt_g, opt_d], step, steps=8), "problem")
+
+
+@pytest.mark.parametrize("how", ["sample", "rsample", "action"])
+def test_a_sample_that_a_layer_goes_on_with(how):
+    model = nn.ModuleDict({"encoder": nn.Linear(6, 4), "decoder": nn.Linear(2, 6)})
+    x = torch.randn(16, 6)
+
+    def loss():
+        mean, deviation = model["encoder"](x).chunk(2, 1)
+        q = torch.distributions.Normal(mean, deviation.exp())
+        if (
+            how == "action"
+        ):  # a policy: the reward weighs the log-probability, a critic's guess of it is apart
+            action = q.sample()
+            return -(q.log_prob(action).sum(1) * x[:, 0]).mean() + model["decoder"](action).pow(2).mean()
+        z = q.sample() if how == "sample" else q.rsample()
+        kl = torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, 1.0)).sum(1)
+        return (model["decoder"](z) - x).pow(2).mean() + kl.mean()
+
+    said = confirmed_ids(is_a_path_cut, evidence_of(model, loss))
+    assert said == (["detached-graph/sample"] if how == "sample" else [])

@@ -13,6 +13,19 @@ from gradproof.tape.cuts import Cut, find_cuts
 from gradproof.tape.operations import Operation, Slot, references
 
 TIMES = 2  # taped steps without a gradient before it is said: of two players, one waits while the other steps
+PASSED_ON = (
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "cat",
+    "stack",
+    "clone",
+    "detach",
+    "alias",
+    "_to_copy",
+)
 UNUSED = "it is not used by the loss"
 
 
@@ -27,8 +40,39 @@ def is_a_path_cut(evidence: Evidence) -> Iterator[Verdict]:
     if cuts:
         yield verdict_of(cuts)
         return
+    yield from sampled_without_gradient(evidence)
     yield from cut_rows(evidence)
     yield from cut_between_modules(evidence)
+
+
+def sampled_without_gradient(evidence: Evidence) -> Iterator[Verdict]:
+    """A draw from a distribution that a network puts out, made without gradient, that a trained layer goes on with.
+
+    An action is drawn like that, too, but its log-probability is asked for, and no layer is.
+    """
+    trained = set(evidence.tape.stepped)
+    for operation in evidence.forward:
+        parameters = [ref for ref in references(operation.args) if ref.tracked]
+        if operation.name != "normal" or operation.grad_enabled or not parameters:
+            continue
+        drawn, asked, used = set(operation.makes), False, False
+        for user in evidence.forward[evidence.forward.index(operation) + 1 :]:
+            if not drawn & set(user.reads):
+                continue
+            if user.name in PASSED_ON:
+                drawn.update(user.makes)
+            asked |= user.name == "sub" and not user.module and user.grad_enabled
+            used |= user.grad_enabled and bool(trained & set(user.reads))
+        if used and not asked:
+            yield confirmed(
+                "detached-graph/sample",
+                "a sample is drawn without gradient from a mean and deviation that are trained, and goes into a "
+                "trained layer: nothing that this layer learns reaches what the sample was drawn from",
+                where=place_of("", operation.line),
+                fix="draw with rsample() instead of sample()",
+                lasting=True,
+            )
+            return
 
 
 def rewrapped_loss(evidence: Evidence) -> Verdict | None:
