@@ -100,3 +100,12 @@ def test_weights_may_be_normalised_along_any_axis():
         return nn.functional.linear(x, nn.functional.normalize(model.weight, dim=0)).pow(2).mean()
 
     assert not list(is_it_normalised_over_features(evidence_of(model, loss)))
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_batchnorm_of_one_image(samples):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 1))
+    x = torch.randn(samples, 1, 8, 8)
+    found = list(does_normalisation_help(evidence_of(model, lambda: model(x).pow(2).mean())))
+    wanted = [("normalization-error/one-sample", "warning")] if samples == 1 else []
+    assert [(v.id, v.level) for v in found] == wanted

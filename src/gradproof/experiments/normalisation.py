@@ -170,6 +170,17 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             if_troubled=values > 2,
             lasting=True,
         )
+    if shape[0] == 1:
+        return confirmed(
+            "normalization-error/one-sample",
+            f"BatchNorm sees one sample at a time, {values} values a channel: it takes away what makes samples "
+            "differ in level, and eval mode, which uses the statistics of many, is another network",
+            where=where,
+            fix="use GroupNorm or InstanceNorm, or more samples in each forward pass",
+            level="warning",
+            confidence="likely",
+            lasting=True,
+        )
     return None
 
 

@@ -31,6 +31,9 @@ def where_does_the_loss_start(evidence: Evidence) -> Iterator[Verdict]:
             continue  # all pairs of a batch: sharp by its temperature
         loss = float(-log_probs[valid].gather(1, target[valid][:, None]).mean())
         guess, size = math.log(log_probs.shape[1]), float(found[scores].double().std())
+        began = evidence.losses[0] if evidence.step > 0 and evidence.losses else loss
+        if began <= 2 * guess + 1:
+            return  # it was well at the start: what came after is the first steps' doing
         if loss > 2 * guess + 1 and size > 2:
             last = flow.maker(flow.behind(scores, VIEWS))
             yield confirmed(

@@ -11,6 +11,7 @@ from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.terms import take_apart
 
 SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)
+SHORTER = (1e-3, 1e-5)
 FAR = (10.0, 100.0, 1000.0)
 
 
@@ -23,21 +24,26 @@ class Probe:
     losses: dict[float, float]
 
     @property
-    def overshoots(self) -> bool:
-        """Downhill at first, and up again, above the start, at the end."""
+    def rises(self) -> bool:
         end = self.losses[1.0]
-        up = end > self.start + 1e-5 * abs(self.start) + 1e-9 or not math.isfinite(end)
-        return up and self.losses[0.01] < self.start - 1e-7 * abs(self.start)
+        return end > self.start + 1e-5 * abs(self.start) + 1e-9 or not math.isfinite(end)
+
+    @property
+    def overshoots(self) -> bool:
+        """Downhill at first, however short, and up again, above the start, at the end."""
+        least = min(self.losses[share] for share in self.losses if share <= 0.01)
+        return self.rises and least < self.start - 1e-7 * abs(self.start)
 
     @property
     def best(self) -> float:
         """The share of the step at which this batch's loss is least."""
         return min(
-            SHARES, key=lambda share: self.losses[share] if math.isfinite(self.losses[share]) else math.inf
+            self.losses,
+            key=lambda share: self.losses[share] if math.isfinite(self.losses[share]) else math.inf,
         )
 
     def __str__(self) -> str:
-        text = ", ".join(f"{self.losses[share]:.4g} at {share:g}" for share in SHARES)
+        text = ", ".join(f"{self.losses[share]:.4g} at {share:g}" for share in sorted(self.losses))
         return f"the loss along step {self.step} as it was taken: {self.start:.4g} at 0, {text}"
 
 
@@ -50,6 +56,8 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
     if not math.isfinite(start):
         return
     probe = Probe(evidence.step, start, {share: evidence.loss_at(evidence.moved(share)) for share in SHARES})
+    if probe.rises and not probe.overshoots:  # a hundredth of a monstrous step is too long, too
+        probe.losses.update({share: evidence.loss_at(evidence.moved(share)) for share in SHORTER})
     probes: list[Probe] = evidence.memory.setdefault("line probes", [])
     probes.append(probe)
     over = [p for p in probes if p.overshoots]
@@ -60,7 +68,7 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         lines += say_what_is_summed(evidence)
         numbers = {"lr_factor": min(share, 0.5)}
         yield confirmed("lr-too-high/overshoot", *lines, if_troubled=True, fix=fix, numbers=numbers)
-    elif not over:
+    elif not any(p.rises for p in probes):
         reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
         yield excluded(
             "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
