@@ -155,3 +155,20 @@ def test_a_sample_that_a_layer_goes_on_with(how):
 
     said = confirmed_ids(is_a_path_cut, evidence_of(model, loss))
     assert said == (["detached-graph/sample"] if how == "sample" else [])
+
+
+def test_codes_that_nothing_is_near_to():
+    """A codebook: the nearest row is looked up, and gradient goes straight through."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"encoder": nn.Linear(6, 4), "codes": nn.Embedding(16, 4), "decoder": nn.Linear(4, 6)}
+    )
+    x = torch.randn(5, 6)
+
+    def loss():
+        z = model["encoder"](x)
+        q = model["codes"](torch.cdist(z, model["codes"].weight).argmin(1))
+        out = model["decoder"](z + (q - z).detach())
+        return (out - x).pow(2).mean() + F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
+
+    assert not ids(verdicts(model, loss))

@@ -68,3 +68,15 @@ def test_dropout_that_keeps_a_tenth():
 
 def test_usual_dropout_is_silent():
     assert not verdicts(network(0.5), is_too_much_dropped)
+
+
+def test_a_body_that_was_trained_and_then_frozen():
+    """Its gradients and its first optimizer are still there; only the new head is trained."""
+    body, x = network(), torch.randn(12, 6)
+    first = torch.optim.SGD(body.parameters(), lr=0.01)
+    plain_step(body, first, lambda: body(x).pow(2).mean())()
+    body.requires_grad_(False).eval()
+    model = nn.ModuleDict({"body": body, "head": nn.Linear(1, 1)})
+    second = torch.optim.SGD(model["head"].parameters(), lr=0.01)
+    step = plain_step(model["head"], second, lambda: model["head"](body(x)).pow(2).mean())
+    assert not examine(is_it_in_train_mode, model, [first, second], step)

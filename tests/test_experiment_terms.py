@@ -176,3 +176,14 @@ def test_a_closure_called_many_times_accumulates_nothing():
     with record({p: n for n, p in model.named_parameters()}) as tape:
         optimizer.step(closure)
     assert not confirmed_ids(do_micro_batches_add_up, Evidence(tape, 1, {"": model}, [optimizer], [1.0]))
+
+
+@pytest.mark.parametrize("sign, found", [(1, ["loss-scale-or-sign/sign"]), (-1, [])])
+def test_labels_that_are_drawn_in_the_step_are_labels(sign, found):
+    model = nn.Linear(5, 3)
+
+    def step():
+        labels = torch.randint(0, 3, (20,))
+        return sign * F.log_softmax(model(X), 1)[torch.arange(20), labels].mean()
+
+    assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found

@@ -26,6 +26,7 @@ PASSED_ON = (
     "alias",
     "_to_copy",
 )
+CHOOSES_ROWS = ("embedding", "index", "index_select", "gather")
 UNUSED = "it is not used by the loss"
 
 
@@ -142,7 +143,10 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
     slots = {slot.name: slot for slot in evidence.tape.parameters}
     silent = evidence.memory.setdefault("silent rows", {})
     suspects: dict[str, Tensor] = {}
+    chosen_from = {op.reads[0] for op in evidence.forward if op.name in CHOOSES_ROWS}
     for name, parameter in named.items():
+        if name in slots and slots[name].index in chosen_from:
+            continue  # a table: rows that were not looked up have no gradient
         if name not in slots or parameter.grad is None or parameter.dim() != 2 or parameter.grad.is_sparse:
             continue
         rows = (parameter.grad == 0).all(dim=1)

@@ -17,9 +17,8 @@ TIMES = 2  # taped steps in which the same is seen before it is said
 
 def is_it_in_train_mode(evidence: Evidence) -> Iterator[Verdict]:
     """A part that is trained, and whose dropout or BatchNorm is in eval mode; BatchNorm frozen by itself is no slip."""
-    trained = {
-        id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
-    }
+    held = (p for o in evidence.optimizers for g in o.param_groups for p in g["params"])
+    trained = {id(p) for p in held if p.requires_grad and p.grad is not None}  # not those frozen since
     count = evidence.memory.setdefault("eval mode", {})
     for prefix, root in evidence.models.items():
         for path, part in evaluated_parts(root, prefix):

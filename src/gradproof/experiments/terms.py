@@ -98,8 +98,9 @@ def is_it_wanted(line: Line | None) -> bool | None:
 
 
 def is_drawn(flow: Flow, pick: Operation) -> bool:
-    """Whether what is picked was drawn at random in this step."""
-    return any(sources(flow, slot)[1] for slot in pick.reads[1:])
+    """Whether what is picked was drawn in this step from probabilities; labels may be drawn from nothing."""
+    drawn = (index for slot in pick.reads[1:] for index in sources(flow, slot)[1])
+    return any(flow.tape.operations[index].name == "multinomial" for index in drawn)
 
 
 def plain_differences(flow: Flow, root: int) -> Iterator[int]:
