@@ -101,7 +101,8 @@ def measure_report(run: Path, out: Path) -> dict[str, float]:
         "from gradproof.cli import main\n"
         f"assert main(['report', {str(run)!r}, '-o', {str(out)!r}]) == 0\n"
         "used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, 'torch' in sys.modules)"
+        "peak = [l for l in open('/proc/self/status') if l.startswith('VmHWM')]\n"  # maxrss is the parent's, too
+        "print(used.ru_utime + used.ru_stime, int(peak[0].split()[1]) / 1024, 'torch' in sys.modules)"
     )
     begin = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -92,3 +92,11 @@ def test_a_gpu_that_is_nearly_full_is_left_alone(free, taped, monkeypatch):
     )
     monkeypatch.setattr(taping.torch, "cuda", cuda)
     assert bool(Simulation(monkeypatch).run(5).taped) == taped
+
+
+def test_a_sharded_model_is_left_alone(monkeypatch):
+    """Rank 0 alone must not ask for values that the other ranks hold a part of."""
+    done = Simulation(monkeypatch)
+    shard = SimpleNamespace(to_local=None)
+    monkeypatch.setattr(done.taping._names, "by_parameter", lambda: [shard])
+    assert not done.run(5).taped

@@ -48,7 +48,8 @@ def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
         lines.append(f"model.parameters() does not list them: {holder[0]} is a plain {holder[1]}")
         where, line = holder[0], holder[2]
     elif all(name in unknown for name in missing):
-        strangers = find_strangers({id(p) for p in named.values()}, held)
+        shapes = {tuple(slot.shape) for slot in evidence.tape.parameters if slot.name in missing}
+        strangers = find_strangers({id(p) for p in named.values()}, held, shapes)
         if strangers and not any(module.training for _, module in strangers):
             return  # a model that only judges, in eval mode: nobody meant to train it
         where = strangers[0][0] if strangers else places[0]
@@ -107,14 +108,17 @@ def line_that_sets(owner: type, name: str) -> str:
     return f"{os.path.basename(file)}:{number}" if number is not None else ""
 
 
-def find_strangers(known: set[int], held: set[int]) -> list[tuple[str, nn.Module]]:
-    """Models with gradients whose parameters nobody knows or holds, by the names that the script gives them."""
+def find_strangers(
+    known: set[int], held: set[int], shapes: set[tuple[int, ...]]
+) -> list[tuple[str, nn.Module]]:
+    """Models with gradients of these shapes whose parameters nobody knows or holds, as the script names them."""
     modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
     inner = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
     found = []
     for module in modules:
         own = [p for p in module.parameters() if has_gradient(p)] if id(module) not in inner else []
-        if own and not any(id(p) in known or id(p) in held for p in own):
+        fits = bool(own) and not shapes.isdisjoint(tuple(p.shape) for p in own)
+        if fits and not any(id(p) in known or id(p) in held for p in own):
             found.append((variable_of(module) or type(module).__name__, module))
     return found
 

@@ -103,6 +103,8 @@ class Taping:
         left_alone = compiled and self.only is None
         if self.broken or left_alone or _recording or not self._affords(step):
             return
+        if any(hasattr(parameter, "to_local") for parameter in self._names.by_parameter()):
+            return  # sharded: a look at a value is a conversation with the other ranks
         self._recorder = Recorder(names=self._names.by_parameter())
         _recording.append(self)
         try:
