@@ -205,3 +205,22 @@ def test_a_loss_that_rises_long_after_the_last_tape_is_still_suspected(tmp_path)
         (tmp_path / f"run{len(steps)}" / "events.jsonl").write_text(exclusion + "\n")
         causes = diagnose(tmp_path / f"run{len(steps)}").causes
         assert bool([c for c in causes if c.family == "lr-too-high"]) == suspected
+
+
+def test_an_examination_that_takes_too_long_goes_on_at_the_next_step(monkeypatch):
+    from types import SimpleNamespace
+
+    from gradproof.experiments import examination
+
+    asked = []
+    monkeypatch.setattr(examination, "EXPERIMENTS", tuple(range(5)))
+    monkeypatch.setattr(examination, "LONGEST", -1.0)
+    session = SimpleNamespace(writer=None, facts={})
+    examine = examination.Examination(session)
+    monkeypatch.setattr(examine, "_run", lambda experiment, evidence: asked.append(experiment))
+    for _ in range(6):
+        examine._run_for_a_while(None)
+    assert asked == [0, 1, 2, 3, 4, 0]
+    monkeypatch.setattr(examination, "LONGEST", 60.0)
+    examine._run_for_a_while(None)
+    assert asked[6:] == [1, 2, 3, 4, 0]

@@ -53,6 +53,7 @@ from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 from gradproof.tape.shadow import Shadow
 
+LONGEST = 8.0  # seconds of one examination, but for the experiment that is under way
 MOST_GAINS = 64  # steps whose gains are written into a run
 
 Experiment = Callable[[Evidence], Iterator[Verdict]]
@@ -118,17 +119,29 @@ class Examination:
         self._failed: set[str] = set()
         self._gains_written = 0
         self._shadows = 0
+        self._turn = 0
         self.seconds: dict[str, float] = {}
 
     def __call__(self, tape: Any, step: int, thorough: bool) -> None:
         evidence = self._evidence(tape, step)
-        for experiment in (*GLANCES, *(EXPERIMENTS if thorough else ())):
+        for experiment in GLANCES:
             self._run(experiment, evidence)
+        if thorough:
+            self._run_for_a_while(evidence)
         if thorough and self._gains_written < MOST_GAINS:
             self._write_gains(evidence)
         if "shadow" in vars(evidence) and self._shadows < MOST_SHADOWS:  # one of them asked for it
             self._shadows += 1
             self._writer.write_event("shadow", step=step, **describe_shadow(evidence.shadow))
+
+    def _run_for_a_while(self, evidence: Evidence) -> None:
+        """The experiments in turn, from where the last examination ended: of a large model not all fit into one."""
+        began = time.perf_counter()
+        for _ in EXPERIMENTS:
+            self._run(EXPERIMENTS[self._turn], evidence)
+            self._turn = (self._turn + 1) % len(EXPERIMENTS)
+            if time.perf_counter() - began > LONGEST:
+                return
 
     def locate(self, tape: Any, step: int, again: Any = None) -> bool:
         """A step that is bad before its update, or one made again: True once the place of birth is known."""
