@@ -299,7 +299,7 @@ def stats_sweep(tensors: list[Tensor]) -> dict:
     ways = ((8192, 1024, 8), (16384, 1024, 8), (16384, 512, 4), (16384, 1024, 4), (16384, 2048, 8))
     ways += ((32768, 1024, 8), (32768, 2048, 8), (32768, 2048, 16), (65536, 1024, 8), (65536, 2048, 16))
     return {
-        f"chunk {c}, block {b}, {w} warps": graph_ms(lambda c=c, b=b, w=w: stats_on_gpu(flat, c, b, w))
+        f"chunk {c}, block {b}, {w} warps": graph_ms(lambda c=c, b=b, w=w: stats_on_gpu(flat, None, c, b, w))
         for c, b, w in ways
     }
 

@@ -155,7 +155,7 @@ def stats(request):
     kernel = pytest.importorskip("gradproof.kernels.triton_stats")
     with np.errstate(all="ignore"):
         yield lambda tensors: kernel.stats_on_gpu(
-            [t.reshape(-1).to(DEVICE) for t in tensors], 256, 32, 1
+            [t.reshape(-1).to(DEVICE) for t in tensors], None, 256, 32, 1
         ).cpu()
 
 
@@ -171,3 +171,34 @@ def test_both_devices_agree_on_a_model_of_odd_tensors(stats):
     for row, tensor in zip(stats(tensors), tensors, strict=True):
         floating = tensor.dtype.is_floating_point
         assert_row_is_right(row, tensor, torch.finfo(tensor.dtype).tiny if floating else 0.0)
+
+
+def changes_on_gpu(now, before):
+    kernel = pytest.importorskip("gradproof.kernels.triton_stats")
+    with np.errstate(all="ignore"):
+        return kernel.stats_on_gpu(
+            [t.to(DEVICE) for t in now], [t.to(DEVICE) for t in before], 256, 32, 1
+        ).cpu()
+
+
+@pytest.mark.parametrize("stats", [tensor_stats, changes_on_gpu])
+def test_changes_are_measured_as_if_they_had_been_subtracted(stats):
+    g = torch.Generator().manual_seed(2)
+    now = [torch.randn(700, generator=g), torch.zeros(0), torch.randn(40, generator=g).bfloat16()]
+    now += [torch.randn(91, generator=g)[1:], torch.randn(5, generator=g).double()]
+    before = [x + 1e-3 * torch.randn(x.shape, generator=g).to(x.dtype) for x in now]
+    before[0][17] = now[0][17]
+    now[3][4] = NAN
+    rows = stats(now, before)
+    for row, new, old in zip(rows[len(now) :], now, before, strict=True):
+        change = (new.float() - old.float()).to(torch.float32) if new.dtype != torch.float64 else new - old
+        if new.dtype == torch.bfloat16 and stats is tensor_stats:
+            change = new - old  # a CPU subtracts in the tensors' own precision
+        assert_row_is_right(row, change, torch.finfo(new.dtype).tiny)
+    for row, new in zip(rows, now, strict=False):
+        assert_row_is_right(row, new, torch.finfo(new.dtype).tiny)
+
+
+def test_changes_of_memory_in_another_order():
+    now = torch.randn(6, 7, generator=torch.Generator().manual_seed(3))
+    assert_row_is_right(tensor_stats([now.t()], [2 * now.t().contiguous()])[1], -now, 1.1754943508222875e-38)

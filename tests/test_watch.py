@@ -103,6 +103,7 @@ PROBES = [
     (parameters.Parameters, "describe"),
     (ledger.Ledger, "add"),
     (tensors, "measure"),
+    (tensors, "measure_changes"),
     (tensors, "square_sums"),
     (tensors, "sample"),
     (tensors, "distributions"),

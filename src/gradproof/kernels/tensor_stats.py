@@ -40,26 +40,32 @@ SAFE_SQUARE = 1e-20  # below it, squares of entries that still matter underflow 
 
 
 @torch.no_grad()
-def tensor_stats(tensors: Sequence[Tensor]) -> Tensor:
+def tensor_stats(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> Tensor:
     """One row of COLUMNS for each tensor, float64, on the tensors' device, without synchronisation on a GPU.
 
     Takes any mix of shapes and dtypes; complex numbers count as two entries; of a sparse tensor the stored
-    values, of a DTensor the local shard. Sums are right to 1e-7 of the sum of magnitudes at any size.
+    values, of a DTensor the local shard. Sums are right to 1e-7 of the sum of magnitudes at any size. With
+    `before`, copies of the tensors as they were, the rows of what has changed in each follow.
     """
     flat = list(tensors)
-    if not _are_plain(flat):
-        flat = [tensor if _are_plain([tensor]) else _flatten(tensor) for tensor in flat]
+    old = None if before is None else list(before)
+    if old is not None and any(a.stride() != b.stride() for a, b in zip(flat, old, strict=True)):
+        flat, old = [x.contiguous() for x in flat], [x.contiguous() for x in old]
+    flat = _as_vectors(flat)
+    old = None if old is None else _as_vectors(old)
     if not flat:
         return torch.zeros(0, len(COLUMNS), dtype=torch.float64)
     devices = {tensor.device for tensor in flat}
     if len(devices) > 1:
         raise UserError(f"tensor_stats needs all tensors on one device, got {sorted(map(str, devices))}")
-    if flat[0].is_cpu:
-        return _stats_on_cpu([tensor.view(-1) for tensor in flat])
     if flat[0].is_cuda and _triton_is_here():
         from gradproof.kernels.triton_stats import stats_on_gpu
 
-        return stats_on_gpu(flat)
+        return stats_on_gpu(flat, old)
+    if old is not None:
+        flat = [*flat, *(a - b for a, b in zip(flat, old, strict=True))]
+    if flat[0].is_cpu:
+        return _stats_on_cpu([tensor.view(-1) for tensor in flat])
     return torch.cat([look_closely(tensor.view(1, -1)) for tensor in flat])
 
 
@@ -116,6 +122,12 @@ def _are_plain(tensors: list[Tensor]) -> bool:
         and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_complex, tensors))
     )
+
+
+def _as_vectors(tensors: list[Tensor]) -> list[Tensor]:
+    if _are_plain(tensors):
+        return tensors
+    return [tensor if _are_plain([tensor]) else _flatten(tensor) for tensor in tensors]
 
 
 def _flatten(tensor: Tensor) -> Tensor:

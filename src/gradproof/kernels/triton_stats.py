@@ -25,29 +25,62 @@ def _finite_extremes(x, inside):
 
 
 @triton.jit
-def _block_at(data, begin, size, BLOCK: tl.constexpr, kind: tl.constexpr):
-    """A block of a tensor, and which of it lies inside."""
+def _block_at(data, before, begin, size, BLOCK: tl.constexpr, kind: tl.constexpr, CHANGE: tl.constexpr):
+    """A block of a tensor, or of its change since before, and which of it lies inside."""
     offsets = begin + tl.arange(0, BLOCK)
     inside = offsets < size
-    return tl.load(data + offsets, mask=inside, other=0).to(kind), inside
+    x = tl.load(data + offsets, mask=inside, other=0).to(kind)
+    if CHANGE:
+        x -= tl.load(before + offsets, mask=inside, other=0).to(kind)
+    return x, inside
+
+
+@triton.jit
+def _whole_block(data, before, kind: tl.constexpr, CHANGE: tl.constexpr):
+    """As `_block_at`, where all lies inside: without a mask, loads are 16 bytes wide."""
+    x = tl.load(data).to(kind)
+    if CHANGE:
+        x -= tl.load(before).to(kind)
+    return x
 
 
 @triton.jit
 def _reduce_chunks(
-    addresses, sizes, chunk_tensor, chunk_start, parts, chunks, like,
+    addresses, befores, sizes, chunk_tensor, chunk_start, parts, chunks, like,
     TINY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """One CTA a chunk: parts[field, chunk]. A chunk not finite, or not of common size, is looked at again."""
-    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
-    chunk = tl.program_id(0)
+    """One CTA a chunk. With CHANGES a second one measures its change: it is next, and finds the chunk in the cache."""
+    place = tl.program_id(0)
+    chunk = place // 2 if CHANGES else place
     tensor = tl.load(chunk_tensor + chunk)
     data = tl.load(addresses + tensor).to(tl.pointer_type(like.dtype.element_ty))
+    before = tl.load(befores + tensor).to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
         data = tl.multiple_of(data, 16)
+        before = tl.multiple_of(before, 16)
     start = tl.multiple_of(tl.load(chunk_start + chunk), CHUNK)
     size = tl.load(sizes + tensor)
-    stop = tl.minimum(start + CHUNK, size)
+    part = parts + chunk
+    if CHANGES:
+        if place % 2 == 1:
+            _reduce_chunk(
+                data, before, start, size, part + chunks, 2 * chunks, TINY, CHUNK, BLOCK, WIDE, True
+            )
+        else:
+            _reduce_chunk(data, before, start, size, part, 2 * chunks, TINY, CHUNK, BLOCK, WIDE, False)
+    else:
+        _reduce_chunk(data, before, start, size, part, chunks, TINY, CHUNK, BLOCK, WIDE, False)
 
+
+@triton.jit
+def _reduce_chunk(
+    data, before, start, size, part, fields,
+    TINY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, CHANGE: tl.constexpr,
+):  # fmt: skip
+    """part[field * fields]. A chunk not finite, or not of common size, is looked at again."""
+    kind: tl.constexpr = tl.float64 if WIDE else tl.float32
+    stop = tl.minimum(start + CHUNK, size)
     low = tl.full((BLOCK,), float("inf"), kind)
     high = tl.full((BLOCK,), float("-inf"), kind)
     total = tl.zeros((BLOCK,), kind)
@@ -56,9 +89,11 @@ def _reduce_chunks(
     smalls = tl.zeros((BLOCK,), tl.int32)
     for begin in range(start, stop, 4 * BLOCK):
         if begin + 4 * BLOCK <= size:
-            at = data + tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
-            a, b, c, d = tl.load(at), tl.load(at + BLOCK), tl.load(at + 2 * BLOCK), tl.load(at + 3 * BLOCK)
-            a, b, c, d = a.to(kind), b.to(kind), c.to(kind), d.to(kind)
+            offsets = tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
+            a = _whole_block(data + offsets, before + offsets, kind, CHANGE)
+            b = _whole_block(data + offsets + BLOCK, before + offsets + BLOCK, kind, CHANGE)
+            c = _whole_block(data + offsets + 2 * BLOCK, before + offsets + 2 * BLOCK, kind, CHANGE)
+            d = _whole_block(data + offsets + 3 * BLOCK, before + offsets + 3 * BLOCK, kind, CHANGE)
             low = tl.minimum(low, tl.minimum(tl.minimum(a, b), tl.minimum(c, d)))
             high = tl.maximum(high, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
             total += (a + b) + (c + d)
@@ -70,7 +105,7 @@ def _reduce_chunks(
             smalls += (tl.abs(c) < TINY).to(tl.int32) + (tl.abs(d) < TINY).to(tl.int32)
         else:
             for each in range(begin, stop, BLOCK):
-                x, inside = _block_at(data, each, size, BLOCK, kind)
+                x, inside = _block_at(data, before, each, size, BLOCK, kind, CHANGE)
                 low = tl.minimum(low, tl.where(inside, x, float("inf")))
                 high = tl.maximum(high, tl.where(inside, x, float("-inf")))
                 total += x
@@ -94,7 +129,7 @@ def _reduce_chunks(
         low = tl.full((BLOCK,), float("inf"), kind)
         high = tl.full((BLOCK,), float("-inf"), kind)
         for begin in range(start, stop, BLOCK):
-            x, inside = _block_at(data, begin, size, BLOCK, kind)
+            x, inside = _block_at(data, before, begin, size, BLOCK, kind, CHANGE)
             below, above = _finite_extremes(x, inside)
             low = tl.minimum(low, below)
             high = tl.maximum(high, above)
@@ -116,48 +151,48 @@ def _reduce_chunks(
         total = tl.zeros((BLOCK,), kind)
         squares = tl.zeros((BLOCK,), kind)
         for begin in range(start, stop, BLOCK):
-            x, inside = _block_at(data, begin, size, BLOCK, kind)
+            x, inside = _block_at(data, before, begin, size, BLOCK, kind, CHANGE)
             near_one = tl.where(tl.abs(x) < float("inf"), x, 0.0) * times
             total += near_one
             squares += near_one * near_one
         back = times.to(tl.float64)
         sum_ = tl.sum(total.to(tl.float64), 0) / back
         sumsq = tl.sum(squares.to(tl.float64), 0) / (back * back)
-    part = parts + chunk
     tl.store(part, (stop - start).to(tl.float64))
-    tl.store(part + chunks, nan.to(tl.float64))
-    tl.store(part + 2 * chunks, inf.to(tl.float64))
-    tl.store(part + 3 * chunks, zero.to(tl.float64))
-    tl.store(part + 4 * chunks, (small - zero).to(tl.float64))
-    tl.store(part + 5 * chunks, lowest.to(tl.float64))
-    tl.store(part + 6 * chunks, highest.to(tl.float64))
-    tl.store(part + 7 * chunks, sum_)
-    tl.store(part + 8 * chunks, sumsq)
-    tl.store(part + 9 * chunks, over_fp16.to(tl.float64))
-    tl.store(part + 10 * chunks, over_bf16.to(tl.float64))
-    tl.store(part + 11 * chunks, over_fp8.to(tl.float64))
+    tl.store(part + fields, nan.to(tl.float64))
+    tl.store(part + 2 * fields, inf.to(tl.float64))
+    tl.store(part + 3 * fields, zero.to(tl.float64))
+    tl.store(part + 4 * fields, (small - zero).to(tl.float64))
+    tl.store(part + 5 * fields, lowest.to(tl.float64))
+    tl.store(part + 6 * fields, highest.to(tl.float64))
+    tl.store(part + 7 * fields, sum_)
+    tl.store(part + 8 * fields, sumsq)
+    tl.store(part + 9 * fields, over_fp16.to(tl.float64))
+    tl.store(part + 10 * fields, over_bf16.to(tl.float64))
+    tl.store(part + 11 * fields, over_fp8.to(tl.float64))
 
 
 @triton.jit
-def _add_chunks(parts, first, last, out, chunks, BLOCK: tl.constexpr):
-    """One CTA a (tensor, column), in a fixed order: out[tensor, column]."""
+def _add_chunks(parts, first, last, out, tensors, chunks, fields, BLOCK: tl.constexpr):
+    """One CTA a (tensor or change, column), in a fixed order: out[tensor, column]; changes follow the tensors."""
     tensor = tl.program_id(0)
     column = tl.program_id(1)
-    begin = tl.load(first + tensor)
-    end = tl.load(last + tensor)
+    skip = tensor // tensors * chunks
+    begin = tl.load(first + tensor % tensors) + skip
+    end = tl.load(last + tensor % tensors) + skip
     if (column >= 5) & (column <= 7):  # min, max, absmax: the largest of -low, of high, of both
         most = tl.full((BLOCK,), float("-inf"), tl.float64)
         for start in range(begin, end, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
-            low = tl.load(parts + 5 * chunks + offsets, mask=offsets < end, other=float("inf"))
-            high = tl.load(parts + 6 * chunks + offsets, mask=offsets < end, other=float("-inf"))
+            low = tl.load(parts + 5 * fields + offsets, mask=offsets < end, other=float("inf"))
+            high = tl.load(parts + 6 * fields + offsets, mask=offsets < end, other=float("-inf"))
             most = tl.maximum(most, tl.where(column == 6, high, -low))
             most = tl.maximum(most, tl.where(column == 5, -low, high))
         extreme = tl.max(most, 0)
         extreme = tl.where(extreme == float("-inf"), 0.0, extreme)  # nothing finite
         tl.store(out + tensor * 13 + column, tl.where(column == 5, -extreme, extreme))
     else:
-        part = parts + tl.where(column < 5, column, column - 1) * chunks
+        part = parts + tl.where(column < 5, column, column - 1) * fields
         total = tl.zeros((BLOCK,), tl.float64)
         for start in range(begin, end, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
@@ -190,7 +225,11 @@ class Plan:
 
 
 def stats_on_gpu(
-    flat: Sequence[Tensor], chunk: int = CHUNK, block: int = BLOCK, warps: int = WARPS
+    flat: Sequence[Tensor],
+    before: Sequence[Tensor] | None = None,
+    chunk: int = CHUNK,
+    block: int = BLOCK,
+    warps: int = WARPS,
 ) -> Tensor:
     """The rows of `tensor_stats` for contiguous tensors on one GPU, without waiting for it.
 
@@ -199,29 +238,36 @@ def stats_on_gpu(
     device = flat[0].device
     places = tuple(map(Tensor.data_ptr, flat))
     dtypes = tuple([x.dtype for x in flat])
-    aligned = tuple([place % 16 == 0 for place in places])
+    olds = places if before is None else tuple(map(Tensor.data_ptr, before))
+    aligned = tuple([(place | old) % 16 == 0 for place, old in zip(places, olds, strict=True)])
     plan = _plan(tuple(map(Tensor.numel, flat)), dtypes, aligned, chunk, device)
-    addresses = _on_device(places, device)
-    parts = torch.empty(FIELDS, max(plan.chunks, 1), dtype=torch.float64, device=device)
-    for launch in plan.launches:
-        dtype = launch.dtype
-        _reduce_chunks[(launch.number,)](
-            addresses,
-            plan.sizes,
-            launch.tensor,
-            launch.start,
-            parts[:, launch.begin :] if launch.begin else parts,
-            plan.chunks,
-            launch.like,
-            TINY=torch.finfo(dtype).tiny if dtype.is_floating_point else 0.5,
-            CHUNK=chunk,
-            BLOCK=block,
-            WIDE=dtype == torch.float64 or not dtype.is_floating_point,
-            ALIGNED=launch.aligned,
-            num_warps=warps,
+    addresses, befores = _on_device(places, device), _on_device(olds, device)
+    times = 1 if before is None else 2
+    parts = torch.empty(FIELDS, max(times * plan.chunks, 1), dtype=torch.float64, device=device)
+    out = torch.empty(times * len(flat), FIELDS + 1, dtype=torch.float64, device=device)
+    with torch.cuda.device_of(out):  # Triton launches on the current device
+        for launch in plan.launches:
+            dtype = launch.dtype
+            _reduce_chunks[(times * launch.number,)](
+                addresses,
+                befores,
+                plan.sizes,
+                launch.tensor,
+                launch.start,
+                parts[:, launch.begin :] if launch.begin else parts,
+                plan.chunks,
+                launch.like,
+                TINY=torch.finfo(dtype).tiny if dtype.is_floating_point else 0.5,
+                CHUNK=chunk,
+                BLOCK=block,
+                WIDE=dtype == torch.float64 or not dtype.is_floating_point,
+                ALIGNED=launch.aligned,
+                CHANGES=times == 2,
+                num_warps=warps,
+            )
+        _add_chunks[(times * len(flat), FIELDS + 1)](
+            parts, plan.first, plan.last, out, len(flat), plan.chunks, parts.shape[1], BLOCK=512
         )
-    out = torch.empty(len(flat), FIELDS + 1, dtype=torch.float64, device=device)
-    _add_chunks[(len(flat), FIELDS + 1)](parts, plan.first, plan.last, out, parts.shape[1], BLOCK=512)
     return out
 
 

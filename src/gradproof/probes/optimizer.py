@@ -88,28 +88,19 @@ def share_below(squares: list[Tensor], limits: list[float]) -> Tensor:
 
 
 class WeightCopy:
-    """The weights as they were before a step, negated, so that one addition makes the update of them."""
+    """The weights as they were before a step, in memory that is kept from step to step."""
 
     def __init__(self) -> None:
-        self._negated: list[Tensor] = []
+        self.before: list[Tensor] = []
 
     @torch.no_grad()
     def take(self, parameters: list[Tensor]) -> None:
         weights = [local(p) for p in parameters]
-        on_cpu = all(w.device.type == "cpu" for w in weights)
-        if on_cpu and _same_layout(weights, self._negated):  # fresh memory costs a CPU more than the copy
-            for weight, negated in zip(weights, self._negated, strict=True):
-                torch.neg(weight, out=negated)
-        else:
-            self._negated = []  # given back before it is taken again
-            self._negated = list(torch._foreach_neg(weights)) if weights else []
-
-    @torch.no_grad()
-    def updates(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Δθ, made in the memory of the copy."""
-        if parameters:
-            torch._foreach_add_(self._negated, [local(p) for p in parameters])
-        return self._negated
+        if not _same_layout(weights, self.before):
+            self.before = []  # given back before it is taken again
+            self.before = [torch.empty_like(w) for w in weights]
+        if weights:
+            torch._foreach_copy_(self.before, weights)
 
 
 def _same_layout(first: list[Tensor], second: list[Tensor]) -> bool:

@@ -268,12 +268,10 @@ class Session:
         step.order.append("s")
         self._note_optimizer(optimizer, facts)
         if named and step.depth >= PARAMETERS and id(optimizer) in self._copies:
-            rows = [("weight", name, measuring.local(p)) for name, p in named.items()]
-            updates = self._copies[id(optimizer)].updates(list(named.values()))
-            rows += [("update", name, update) for name, update in zip(named, updates, strict=True)]
+            weights = {name: measuring.local(p) for name, p in named.items()}
+            step.measure_changes(weights, self._copies[id(optimizer)].before)
             if step.depth >= OPTIMIZER:
-                rows += self._moments(optimizer, facts)
-            step.measure_rows(rows)
+                step.measure_rows(self._moments(optimizer, facts))
         if recomputing():  # the optimizer steps inside backward: one step is all of these together
             step.row["inside_backward"] = True
         else:

@@ -68,6 +68,19 @@ class OpenStep:
                 self.reading.add(f"sample {start}", measuring.sample(tensors))
         return finite
 
+    def measure_changes(self, named: dict[str, Tensor], before: list[Tensor]) -> None:
+        """Statistics of weights, and of the updates that made them of what they were before."""
+        groups: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
+        for (name, now), old in zip(named.items(), before, strict=True):
+            groups.setdefault(now.device, []).append((name, now, old))
+        for group in groups.values():
+            start, names = len(self.rows), [name for name, _, _ in group]
+            now, old = [now for _, now, _ in group], [old for _, _, old in group]
+            self.rows += [(kind, name) for kind in ("weight", "update") for name in names]
+            self.reading.add(f"stats {start}", measuring.measure_changes(now, old))
+            if self.sampled:
+                self.reading.add(f"sample {start}", measuring.sample_changes(now, old))
+
     def measure_norms(self, gradients: dict[str, Tensor]) -> bool:
         """Σx² of each gradient, and no more; False as in `measure_rows`."""
         finite = True

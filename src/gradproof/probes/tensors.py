@@ -54,6 +54,25 @@ def measure(tensors: Sequence[Tensor]) -> Tensor:
     return tensor_stats(tensors)
 
 
+def measure_changes(now: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
+    """Statistics of tensors, and of their changes since the copies in `before`: (2 N, columns).
+
+    A GPU subtracts while it measures, a CPU in the memory of the copies.
+    """
+    if now[0].is_cuda:
+        return tensor_stats(now, before)
+    for new, old in zip(now, before, strict=True):
+        torch.sub(new, old, out=old)
+    return tensor_stats([*now, *before])
+
+
+def sample_changes(now: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
+    """As `sample`, of the tensors and their changes, after `measure_changes`."""
+    was = sample(before)
+    new = sample(now)
+    return torch.cat((new, new - was if now[0].is_cuda else was))
+
+
 def to_statistics(raw: np.ndarray) -> np.ndarray:
     """Rows of tensor_stats as rows of a statistics frame; columns measured elsewhere stay nan."""
     rows = np.full((len(raw), len(STATISTICS)), np.nan)
