@@ -71,15 +71,14 @@ class OpenStep:
     def measure_changes(self, named: dict[str, Tensor], before: list[Tensor]) -> None:
         """Statistics of weights, and of the updates that made them of what they were before."""
         groups: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
-        for (name, now), old in zip(named.items(), before, strict=True):
-            groups.setdefault(now.device, []).append((name, now, old))
+        for (name, weight), old in zip(named.items(), before, strict=True):
+            groups.setdefault(weight.device, []).append((name, weight, old))
         for group in groups.values():
-            start, names = len(self.rows), [name for name, _, _ in group]
-            now, old = [now for _, now, _ in group], [old for _, _, old in group]
+            start, (names, now, then) = len(self.rows), zip(*group, strict=True)
             self.rows += [(kind, name) for kind in ("weight", "update") for name in names]
-            self.reading.add(f"stats {start}", measuring.measure_changes(now, old))
+            self.reading.add(f"stats {start}", measuring.measure_changes(now, then))
             if self.sampled:
-                self.reading.add(f"sample {start}", measuring.sample_changes(now, old))
+                self.reading.add(f"sample {start}", measuring.sample_changes(now, then))
 
     def measure_norms(self, gradients: dict[str, Tensor]) -> bool:
         """Σx² of each gradient, and no more; False as in `measure_rows`."""
