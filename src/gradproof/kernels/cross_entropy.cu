@@ -2,12 +2,15 @@
 //
 // A row lies in the shared memory of a cluster of CTAs while it is worked on. A thread loads 16-byte pieces into
 // slots that only it reads: it sums their exponentials, the cluster exchanges (largest, sum) of its warps, and the
-// thread makes the gradient from the same slots, asking for its pieces of the next row as the slots fall free.
+// thread makes the gradient from the same slots, asking for its pieces of the next row as the slots fall free. The
+// last pieces of the sum stay in registers, so that their slots are free before the exchange. Clusters stay for
+// many rows; with REDUCE they are handed out by a ticket, and the last cluster to finish adds up the losses.
 // The target is left out of the largest and of the sum, so that a confident target keeps its digits; so are the
 // entries of the neighbouring rows that a row which starts or ends inside a piece brings along.
 //
 // Compiled by cuda_loss.py with: Logit, Gradient (float, bf16, half as types below), Target, Scale, CLUSTER, THREADS,
-// PIECES (of a thread), HAS_MASK, PER_ROW (a scale for each row), WANT (the gradient).
+// PIECES (of a thread), HELD (groups of them in registers), CTAS (to share a processor), ODD (rows start or end inside
+// a piece), HAS_MASK, PER_ROW (a scale for each row), WANT (the gradient), REDUCE.
 
 struct bf16 { unsigned short bits; };
 struct half { unsigned short bits; };
@@ -17,6 +20,7 @@ constexpr int SUMS = CLUSTER * WARPS;         // exchanged for a row
 constexpr int ENTRIES = 16 / sizeof(Logit);   // of a piece
 constexpr bool SHORT = sizeof(Gradient) == 2;
 constexpr int GROUP = 4;                      // pieces a thread looks at together
+constexpr int GROUPS = PIECES / GROUP;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
@@ -127,6 +131,13 @@ __device__ void cluster_barrier() {
     else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// into the same place of a CTA of the cluster
+__device__ unsigned place_in(int cta, const void* here) {
+    unsigned at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(here)), "r"(cta));
+    return at;
+}
+
 // the sum of a warp's threads in double, each relative to its own largest; the same in every lane
 struct Sum { float largest; double total; };
 __device__ Sum add_lanes(Sum mine) {
@@ -138,11 +149,19 @@ __device__ Sum add_lanes(Sum mine) {
 }
 
 // where a row lies, counted in pieces from the last multiple of 16 bytes before it
-struct Row {
-    long long start;            // of its first piece, in entries; the row itself starts `lead` entries later
-    int y, lead, pieces, whole; // `whole` pieces lie before its end
-    bool valid;
+struct Place {
+    long long start;      // of its first piece, in entries; the row itself starts `lead` entries later
+    int lead, end, whole; // `whole` pieces lie before its end
+    __device__ Place(int row, int stride, int v) {
+        start = (long long)row * stride;
+        lead = ODD ? (int)(start % ENTRIES) : 0;
+        start -= lead;
+        end = lead + v;
+        whole = end / ENTRIES;
+    }
+    __device__ int rest() const { return ODD ? end % ENTRIES : 0; }  // of its entries in the piece after these
 };
+constexpr int MASKED = -2, UNKNOWN = -1;  // instead of a target
 
 // until at most `groups` of the groups of pieces that this thread asked for are missing
 __device__ void wait_for(int groups) {
@@ -155,44 +174,70 @@ __device__ void wait_for(int groups) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// what the launch before this one leaves: see count_valid
+struct Shared {
+    double scale;
+    int tickets, finished;
+};
+
+struct Arguments {
+    const Logit* logits;
+    Gradient* gradient;
+    const Target* targets;
+    const signed char* masks;
+    const Scale* scales;
+    float *losses, *lses, *loss;
+    Shared* shared;
+    int v, rows, x_stride, g_stride, ignore_index;
+    double z_loss;
+};
+
+// the sum of all losses, in a fixed order, by one CTA
+__device__ void add_losses(const Arguments& a, double scale) {
+    __shared__ double sums[WARPS];
+    double sum = 0;
+    for (int i = threadIdx.x; i < a.rows; i += THREADS) sum += __ldcg(a.losses + i);
+    for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < WARPS; i++) sum += sums[i];
+    *a.loss = (float)(sum * scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-cross_entropy(const Logit* logits, Gradient* gradient, const Target* targets, const signed char* masks,
-              const Scale* scales, float* losses, float* lses, int v, int rows, int x_stride, int g_stride,
-              int ignore_index, double z_loss) {
+cross_entropy(const __grid_constant__ Arguments a) {
     extern __shared__ uint4 slots[];
     __shared__ float largests[2][SUMS];
     __shared__ double totals[2][SUMS];
-    const int thread = threadIdx.x, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
+    __shared__ int tickets[2];
+    __shared__ bool last;
+    const int thread = threadIdx.x, lane = thread % 32, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const int first = rank * THREADS * PIECES + thread;  // this thread's pieces: first + k * THREADS
-    const int stride = gridDim.x / CLUSTER;
+    const int clusters = gridDim.x / CLUSTER, v = a.v, rows = a.rows;
+    const bool leads = rank == 0 && thread == 0;
     uint4* const mine = slots + thread;
 
-    auto find_row = [&](int row) {
-        Row it = {};
-        if (row >= rows) return it;
-        const Target y = targets[row];
-        it.valid = y != (Target)ignore_index;
-        if (HAS_MASK) it.valid = it.valid && masks[row] != 0;
-        it.y = y < 0 || y >= v ? -1 : (int)y;
-        it.start = (long long)row * x_stride;
-        it.lead = (int)(it.start % ENTRIES);
-        it.start -= it.lead;
-        it.pieces = (it.lead + v + ENTRIES - 1) / ENTRIES;
-        it.whole = (it.lead + v) / ENTRIES;
-        return it;
+    auto target_of = [&](int row) {
+        if (row >= rows) return MASKED;
+        const Target y = a.targets[row];
+        if (y == (Target)a.ignore_index || (HAS_MASK && !a.masks[row])) return MASKED;
+        return y < 0 || y >= v ? UNKNOWN : (int)y;
     };
-    auto ask_for = [&](const Row& it, int k) {  // a group of its pieces; what the row does not have is -inf
-        if (it.valid) {
-            const Logit* from = logits + it.start + (long long)(first + k * THREADS) * ENTRIES;
+    // a group of pieces of a row; what it does not have is -inf
+    auto ask_for = [&](int row, int y, int k) {
+        if (y != MASKED) {
+            const Place it(row, a.x_stride, v);
+            const Logit* from = a.logits + it.start + (long long)(first + k * THREADS) * ENTRIES;
 #pragma unroll
             for (int j = 0; j < GROUP; j++) {
                 const int piece = first + (k + j) * THREADS;
                 uint4* slot = mine + (k + j) * THREADS;
-                if (piece < it.pieces) {
-                    const int bytes = piece < it.whole ? 16 : (it.lead + v) % ENTRIES * (int)sizeof(Logit);
+                if (piece < it.whole + (it.rest() > 0)) {
+                    const int bytes = piece < it.whole ? 16 : it.rest() * (int)sizeof(Logit);
                     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                                  :: "r"(shared_address(slot)), "l"(from + j * THREADS * ENTRIES), "r"(bytes));
                 } else {
@@ -207,42 +252,39 @@ cross_entropy(const Logit* logits, Gradient* gradient, const Target* targets, co
         return piece >= first && k < PIECES && piece == first + k * THREADS ? k : -1;
     };
 
-    int number = blockIdx.x / CLUSTER, turn = 0;
-    Row row = find_row(number);
-    for (int k = 0; k < PIECES; k += GROUP) ask_for(row, k);
+    int number = blockIdx.x / CLUSTER, following = number + clusters, later = following + clusters, ticket = 0;
+    int start = 0;  // groups are asked for, and looked at, in turn from here on
+    int y = target_of(number), next_y = target_of(following);
+    double scale = 1;
+    for (int k = 0; k < PIECES; k += GROUP) ask_for(number, y, k);
     if (CLUSTER > 1) cluster_barrier();  // everyone is there to be written to
-    for (; number < rows; number += stride) {
-        const Row next = find_row(number + stride);
-        Gradient* out = gradient + (long long)number * g_stride;
-        const bool writes = rank == 0 && thread == 0;
-        if (!row.valid) {
-            if (WANT)
-                for (int i = rank * THREADS + thread; i < v; i += CLUSTER * THREADS) store_one(out + i, 0.f);
-            if (writes) losses[number] = lses[number] = 0.f;
-            for (int k = 0; k < PIECES; k += GROUP) ask_for(next, k);
-            row = next;
-            continue;
-        }
-        const int at_y = row.lead + row.y;
+    for (int turn = 0;; turn ^= 1) {
+        const Place row(number, a.x_stride, v);
+        const int at_y = row.lead + y;
         float x_y = __int_as_float(0x7fffffff);  // NaN: not a class
-        if (row.y >= 0) x_y = load_one(logits + row.start + at_y);
-        const int with_y = row.y < 0 ? -1 : slot_of(at_y / ENTRIES);
+        if (y >= 0) x_y = load_one(a.logits + row.start + at_y);
+        if (PER_ROW) scale = a.scales[number];
+        const int with_y = y < 0 ? -1 : slot_of(at_y / ENTRIES);
         const int with_head = row.lead ? slot_of(0) : -1;
-        const int with_tail = row.whole < row.pieces ? slot_of(row.whole) : -1;
+        const int with_tail = row.rest() ? slot_of(row.whole) : -1;
+        int group = start;
+        auto next_k = [&] {  // of the next group in turn
+            const int k = group * GROUP;
+            group = group + 1 == GROUPS ? 0 : group + 1;
+            return k;
+        };
 
         // the largest and the compensated sum of exponentials of this thread's pieces
         float largest = -INF, sum = 0, lost = 0;
-#pragma unroll 1
-        for (int k = 0; k < PIECES; k += GROUP) {
-            wait_for((PIECES - k) / GROUP - 1);
+        auto add_group = [&](int k, uint4* pieces) {
             auto forget = [&](int slot, int begin, int end) {  // take entries out of the largest and the sum
                 if (slot < k || slot >= k + GROUP) return;
                 for (int i = begin; i < end; i++) store_one((Logit*)(mine + slot * THREADS) + i, -INF);
             };
             forget(with_y, at_y % ENTRIES, at_y % ENTRIES + 1);
             forget(with_head, 0, row.lead);
-            forget(with_tail, (row.lead + v) % ENTRIES, ENTRIES);
-            uint4 pieces[GROUP], top_piece;
+            forget(with_tail, row.rest(), ENTRIES);
+            uint4 top_piece;
 #pragma unroll
             for (int j = 0; j < GROUP; j++) {
                 pieces[j] = mine[(k + j) * THREADS];
@@ -273,73 +315,135 @@ cross_entropy(const Logit* logits, Gradient* gradient, const Target* targets, co
                 lost = (together - sum) - more;
                 sum = together;
             }
+        };
+        uint4 held[HELD ? HELD : 1][GROUP];
+        int held_k[HELD ? HELD : 1];
+        if (y != MASKED) {
+#pragma unroll 1
+            for (int left = GROUPS - 1; left >= HELD; left--) {
+                uint4 pieces[GROUP];
+                wait_for(left);
+                add_group(next_k(), pieces);
+            }
+#pragma unroll
+            for (int h = 0; h < HELD; h++) {
+                wait_for(HELD - 1 - h);
+                held_k[h] = next_k();
+                add_group(held_k[h], held[h]);
+            }
+            if (HELD) {
+#pragma unroll
+                for (int h = 0; h < HELD; h++) ask_for(following, next_y, held_k[h]);
+                start = held_k[0] / GROUP;
+            }
+            // exchanged among the cluster, added up by every warp in the same order
+            const Sum warp = add_lanes({largest, (double)sum - lost});
+            const int place = rank * WARPS + thread / 32;
+            if (CLUSTER == 1 && lane == 0) {
+                largests[turn][place] = warp.largest;
+                totals[turn][place] = warp.total;
+            } else if (CLUSTER > 1 && lane < CLUSTER) {
+                asm volatile("st.shared::cluster.f32 [%0], %1;"
+                             :: "r"(place_in(lane, &largests[turn][place])), "f"(warp.largest) : "memory");
+                asm volatile("st.shared::cluster.f64 [%0], %1;"
+                             :: "r"(place_in(lane, &totals[turn][place])), "d"(warp.total) : "memory");
+            }
         }
-        // exchanged among the cluster, added up by every warp in the same order
-        const Sum warp = add_lanes({largest, (double)sum - lost});
-        const int lane = thread % 32, place = rank * WARPS + thread / 32;
-        if (CLUSTER == 1 && lane == 0) {
-            largests[turn][place] = warp.largest;
-            totals[turn][place] = warp.total;
-        } else if (CLUSTER > 1 && lane < CLUSTER) {
-            unsigned at;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;"
-                : "=r"(at) : "r"(shared_address(&largests[turn][place])), "r"(lane));
-            asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(at), "f"(warp.largest) : "memory");
-            asm("mapa.shared::cluster.u32 %0, %1, %2;"
-                : "=r"(at) : "r"(shared_address(&totals[turn][place])), "r"(lane));
-            asm volatile("st.shared::cluster.f64 [%0], %1;" :: "r"(at), "d"(warp.total) : "memory");
+        if (REDUCE && leads) {
+            for (int cta = 0; cta < CLUSTER; cta++)
+                asm volatile("st.shared::cluster.s32 [%0], %1;"
+                             :: "r"(place_in(cta, &tickets[turn])), "r"(ticket) : "memory");
         }
         cluster_barrier();
-        Sum all = {-INF, 0};
-        for (int i = lane; i < SUMS; i += 32) {
-            const float theirs = largests[turn][i], most = fmaxf(all.largest, theirs);
-            if (most == -INF) { all.total += totals[turn][i]; continue; }
-            all.total = all.total * exp_difference(all.largest, most) + totals[turn][i] * exp_difference(theirs, most);
-            all.largest = most;
-        }
-        all = add_lanes(all);
-        turn = 1 - turn;
-
-        // loss = log(1 + others / e_y): the difference of the log-sum-exp and the target's logit cancels
-        if (all.largest == -INF) all.largest = x_y;
-        const double top = fmax((double)x_y, (double)all.largest);
-        const double ahead = exp_difference(all.largest, top), e_y = exp_difference(x_y, top);
-        const double others = all.total * ahead, d = others + e_y;
-        const double lse = top + logf((float)d), pull = 2 * z_loss * lse;
-        if (writes) {
-            const double loss = e_y >= others ? log1pf((float)others / (float)e_y) : logf((float)d) + (top - x_y);
-            losses[number] = (float)(loss + z_loss * lse * lse);
-            lses[number] = (float)lse;
-        }
-        if (WANT) {
-            const double scale = scales[PER_ROW ? number : 0];
-            const float times = (float)((1 + pull) * scale * ahead) / (float)d;
-            const Exponential gradient_of(all.largest, times);
-            Gradient* to = out - row.lead + (long long)first * ENTRIES;
-#pragma unroll 1
-            for (int k = 0; k < PIECES; k += GROUP) {
-                float x[GROUP][ENTRIES];
-#pragma unroll
-                for (int j = 0; j < GROUP; j++) {
-                    unpack(mine[(k + j) * THREADS], x[j]);
-#pragma unroll
-                    for (int i = 0; i < ENTRIES; i++) x[j][i] = gradient_of(x[j][i]);
-                }
-                ask_for(next, k);
-#pragma unroll
-                for (int j = 0; j < GROUP; j++) {
-                    Gradient* here = to + (k + j) * THREADS * ENTRIES;
-                    if (first + (k + j) * THREADS < row.whole && k + j != with_head) store_piece(here, x[j], gradient_of.flip);
-                    else if (k + j == with_head || k + j == with_tail)
-#pragma unroll
-                        for (int i = 0; i < ENTRIES; i++)
-                            if (here + i >= out && here + i < out + v) store_one(here + i, x[j][i], gradient_of.flip);
-                }
-            }
-            if (with_y >= 0) store_one(out + row.y, (float)((pull * e_y - others) * scale) / (float)d);
+        if (number < clusters) {  // the first row: what the launch before leaves is needed from here on
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            if (!PER_ROW) scale = REDUCE ? a.shared->scale : (double)a.scales[0];
         } else {
-            for (int k = 0; k < PIECES; k += GROUP) ask_for(next, k);
+            later = REDUCE ? tickets[turn] : following + clusters;
         }
-        row = next;
+        const int later_y = target_of(later);
+        if (REDUCE && leads) ticket = 3 * clusters + atomicAdd(&a.shared->tickets, 1);
+
+        Gradient* const out = a.gradient + (long long)number * a.g_stride;
+        if (y == MASKED) {
+            if (WANT)
+                for (int i = rank * THREADS + thread; i < v; i += CLUSTER * THREADS) store_one(out + i, 0.f);
+            if (leads) a.losses[number] = a.lses[number] = 0.f;
+            for (int g = 0; g < GROUPS; g++) ask_for(following, next_y, next_k());
+        } else {
+            Sum all = {-INF, 0};
+#pragma unroll
+            for (int i = lane; i < SUMS; i += 32) all.largest = fmaxf(all.largest, largests[turn][i]);
+#pragma unroll
+            for (int i = lane; i < SUMS; i += 32) {
+                const float theirs = largests[turn][i];
+                all.total += totals[turn][i] * (theirs == all.largest ? 1. : exp_difference(theirs, all.largest));
+            }
+            all = add_lanes(all);
+
+            // loss = log(1 + others / e_y): the difference of the log-sum-exp and the target's logit cancels
+            if (all.largest == -INF) all.largest = x_y;
+            const double top = fmax((double)x_y, (double)all.largest);
+            const double ahead = exp_difference(all.largest, top), e_y = exp_difference(x_y, top);
+            const double others = all.total * ahead, d = others + e_y;
+            const double lse = top + logf((float)d), pull = 2 * a.z_loss * lse;
+            if (leads) {
+                const double loss = e_y >= others ? log1pf((float)others / (float)e_y) : logf((float)d) + (top - x_y);
+                a.losses[number] = (float)(loss + a.z_loss * lse * lse);
+                a.lses[number] = (float)lse;
+            }
+            if (WANT) {
+                const float times = (float)((1 + pull) * scale * ahead) / (float)d;
+                const Exponential gradient_of(all.largest, times);
+                Gradient* to = out - row.lead + (long long)first * ENTRIES;
+                auto write_group = [&](int k, const uint4* pieces, bool ask) {
+                    float x[GROUP][ENTRIES];
+#pragma unroll
+                    for (int j = 0; j < GROUP; j++) {
+                        unpack(pieces[j], x[j]);
+#pragma unroll
+                        for (int i = 0; i < ENTRIES; i++) x[j][i] = gradient_of(x[j][i]);
+                    }
+                    if (ask) ask_for(following, next_y, k);
+#pragma unroll
+                    for (int j = 0; j < GROUP; j++) {
+                        Gradient* here = to + (k + j) * THREADS * ENTRIES;
+                        const bool edge = k + j == with_head || k + j == with_tail;
+                        if (first + (k + j) * THREADS < row.whole && !edge) store_piece(here, x[j], gradient_of.flip);
+                        else if (edge)
+#pragma unroll
+                            for (int i = 0; i < ENTRIES; i++)
+                                if (here + i >= out && here + i < out + v) store_one(here + i, x[j][i], gradient_of.flip);
+                    }
+                };
+#pragma unroll
+                for (int h = 0; h < HELD; h++) write_group(held_k[h], held[h], false);
+#pragma unroll 1
+                for (int g = HELD; g < GROUPS; g++) {
+                    const int k = next_k();
+                    uint4 pieces[GROUP];
+#pragma unroll
+                    for (int j = 0; j < GROUP; j++) pieces[j] = mine[(k + j) * THREADS];
+                    write_group(k, pieces, true);
+                }
+                if (with_y >= 0) store_one(out + y, (float)((pull * e_y - others) * scale) / (float)d);
+            } else {
+                for (int g = HELD; g < GROUPS; g++) ask_for(following, next_y, next_k());
+            }
+        }
+        if (following >= rows) break;
+        number = following;
+        following = later;
+        y = next_y;
+        next_y = later_y;
     }
+    if (!REDUCE || rank) return;
+    if (leads) {
+        __threadfence();
+        last = atomicAdd(&a.shared->finished, 1) == clusters - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    add_losses(a, scale);
 }

@@ -8,6 +8,7 @@ target out, so that a confident target keeps a right loss and gradient (`LossOpt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,7 +20,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd.function import once_differentiable
 
 from gradproof.errors import UserError
-from gradproof.kernels import torch_loss
+from gradproof.kernels import cuda_loss, torch_loss
 from gradproof.kernels.loss_options import (
     LossOptions,
     check_loss_inputs,
@@ -64,9 +65,12 @@ def cross_entropy(
 
 def backend_of(x: Tensor) -> ModuleType:
     """Triton for a tensor on a GPU where it is installed, torch operators elsewhere."""
-    if x.is_cuda and find_spec("triton"):
-        return import_module("gradproof.kernels.triton_loss")
-    return torch_loss
+    return (_triton_loss() or torch_loss) if x.is_cuda else torch_loss
+
+
+@cache
+def _triton_loss() -> ModuleType | None:
+    return import_module("gradproof.kernels.triton_loss") if find_spec("triton") else None
 
 
 def scale_of_loss(
@@ -97,6 +101,10 @@ def _loss(
     gradient: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     check_targets(targets, mask, options.ignore_index, logits.shape[-1])
+    if logits.is_cuda and options.reduction != "none":
+        done = cuda_loss.reduced_loss(logits, targets, mask, weight, options, gradient)
+        if done:
+            return done
     scale = scale_of_loss(targets, mask, weight, options)
     losses, lse = backend_of(logits).losses_and_gradient(
         logits, targets, mask, weight, options, scale, gradient

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from gradproof.kernels import cuda_loss
 from gradproof.kernels.loss_options import LossOptions
+from gradproof.kernels.triton_steps import add_losses, mean_scale, scale_rows
+
+__all__ = ["add_losses", "losses_and_gradient", "mean_scale", "scale_rows"]  # of a backend
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 16 digits: its product with an integer up to 256 is exact
@@ -320,53 +323,6 @@ def _cross_entropy(
                 tl.store(out_row + offsets, dx, mask=offsets < v)
 
 
-@triton.jit
-def _count_valid(targets, masks, weights, out, rows, ignore_index, v,
-                 HAS_MASK: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """out = 1 / (sum of the valid positions' weights), 1 where nothing is valid; one CTA, a fixed order."""
-    total = tl.zeros((BLOCK,), tl.float64)
-    some = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, rows, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        y = tl.load(targets + offsets, mask=offsets < rows, other=ignore_index).to(tl.int64)
-        valid = y != ignore_index
-        if HAS_MASK:
-            valid = valid & (tl.load(masks + offsets, mask=offsets < rows, other=0) != 0)
-        if HAS_WEIGHT:
-            known = valid & (y >= 0) & (y < v)
-            total += tl.load(weights + y, mask=known, other=0.0).to(tl.float64)
-        else:
-            total += valid.to(tl.float64)
-        some += valid.to(tl.int32)
-    tl.store(out, tl.where(tl.sum(some, 0) > 0, 1.0 / tl.sum(total, 0), 1.0))
-
-
-@triton.jit
-def _add_losses(losses, scale, out, rows, BLOCK: tl.constexpr):
-    """out = scale * sum(losses), in float64 and a fixed order: one CTA."""
-    total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, rows, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        total += tl.load(losses + offsets, mask=offsets < rows, other=0.0).to(tl.float64)
-    tl.store(out, tl.sum(total, 0) * tl.load(scale).to(tl.float64))
-
-
-@triton.jit
-def _scale_entries(gradient, scales, size, v, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply in place, grid-stride; a single scale of 1 leaves at once."""
-    if not PER_ROW and tl.load(scales) == 1.0:
-        return
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    while start < size:
-        offsets = start + tl.arange(0, BLOCK)
-        inside = offsets < size
-        x = tl.load(gradient + offsets, mask=inside)
-        times = tl.load(scales + offsets // v, mask=inside) if PER_ROW else tl.load(scales)
-        wide = tl.float64 if x.dtype == tl.float64 else tl.float32
-        tl.store(gradient + offsets, (x.to(wide) * times.to(wide)).to(x.dtype), mask=inside)
-        start += tl.num_programs(0).to(tl.int64) * BLOCK
-
-
 @dataclass(frozen=True)
 class Launch:
     """How a row is worked on: slices of `slice` entries, each by blocks of `block`."""
@@ -414,17 +370,17 @@ def losses_and_gradient(
         found = losses_and_gradient(x, targets, mask, weight, options, scale, fresh, launch)
         gradient.copy_(fresh)
         return found
-    targets = targets.contiguous()
-    mask = None if mask is None else mask.to(torch.int8).contiguous()
     plan = cuda_loss.find_plan(x, gradient, weight, options) if launch is None else None
     done = cuda_loss.losses_and_gradient(x, targets, mask, options, scale, gradient, plan) if plan else None
     if done:
         return done
+    targets = targets.contiguous()
+    mask = None if mask is None else mask.to(torch.int8).contiguous()
     losses = torch.empty(targets.shape, dtype=torch.float64 if wide else torch.float32, device=logits.device)
     lses = torch.empty_like(losses)
     out = x if gradient is None else gradient
     aligned = not any(stride % 8 for stride in _row_strides(x))
-    launch = launch or choose_launch(v, x.element_size(), aligned, _processors(x.device))
+    launch = launch or choose_launch(v, x.element_size(), aligned, cuda_loss.processors(x.device))
     weight = None if weight is None else weight.contiguous()
     smooth = options.label_smoothing != 0
     w_sum = weight.sum(dtype=torch.float64) if weight is not None and smooth else None
@@ -452,40 +408,9 @@ def losses_and_gradient(
     flags |= {"MANY": slices > 1, "POSTS": max(16, triton.next_power_of_2(slices)), "SHIFT": shift}
     flags |= {"QUICK_SUM": x.element_size() == 2, "QUICK": True}
     blocks = launch.slice // launch.block
-    _cross_entropy[(rows * slices,)](*arguments, posts, counters, *numbers, slices, blocks, **flags)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _cross_entropy[(rows * slices,)](*arguments, posts, counters, *numbers, slices, blocks, **flags)
     return losses, lses
-
-
-def mean_scale(targets: Tensor, mask: Tensor | None, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """As `torch_loss.mean_scale`, in one launch."""
-    out = torch.empty((), dtype=torch.float64, device=targets.device)
-    targets = targets.contiguous()
-    mask = None if mask is None else mask.to(torch.int8).contiguous()
-    flags = {"HAS_MASK": mask is not None, "HAS_WEIGHT": weight is not None, **_one_cta(targets.numel())}
-    v = 0 if weight is None else len(weight)
-    _count_valid[(1,)](targets, mask, weight, out, targets.numel(), ignore_index, v, **flags)
-    return out
-
-
-def add_losses(losses: Tensor, scale: Tensor) -> Tensor:
-    """scale * sum of the losses."""
-    out = torch.empty((), dtype=losses.dtype, device=losses.device)
-    _add_losses[(1,)](losses, scale, out, losses.numel(), **_one_cta(losses.numel()))
-    return out
-
-
-def _one_cta(size: int) -> dict:
-    """How one CTA adds up that many numbers: all at once, as long as they fit into its registers."""
-    return {"BLOCK": 8192, "num_warps": 16} if size > 1024 else {"BLOCK": 1024, "num_warps": 4}
-
-
-def scale_rows(gradient: Tensor, scale: Tensor) -> None:
-    """Multiply contiguous rows (..., V) by one number, or by one each; a single 1 is seen on the device."""
-    if not gradient.numel():
-        return
-    programs = min(triton.cdiv(gradient.numel(), 4096), 8 * _processors(gradient.device))
-    flags = {"PER_ROW": scale.dim() > 0, "BLOCK": 4096}
-    _scale_entries[(programs,)](gradient, scale.contiguous(), gradient.numel(), gradient.shape[-1], **flags)
 
 
 def _are_alike(x: Tensor, out: Tensor) -> bool:
@@ -503,7 +428,3 @@ def _row_strides(x: Tensor) -> tuple[int, int]:
     """The outer and the inner stride of the rows."""
     inner = x.stride(-2) if x.dim() > 1 else 0
     return (x.stride(-3) if x.dim() > 2 else 0), inner
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

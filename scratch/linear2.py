@@ -1,0 +1,94 @@
+"""linear_cross_entropy: pieces, slab rows, overlap; candidates interleaved in rounds, medians."""
+import sys, time, statistics
+sys.path.insert(0, "src"); sys.path.insert(0, "benchmarks")
+import torch
+from measure import gpu_ms, forward_backward, extra_memory
+from gradproof.kernels import linear_cross_entropy as module, triton_loss, cuda_loss
+from gradproof.kernels.loss_options import LossOptions
+from peers import linear_peers
+T0 = time.monotonic()
+def say(*a): print(f"[{time.monotonic() - T0:4.0f}]", *a, flush=True)
+
+def inputs(n, d, v):
+    g = torch.Generator("cuda").manual_seed(v)
+    h = torch.randn(n, d, generator=g, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    w = (torch.randn(v, d, generator=g, device="cuda") * 0.02).bfloat16().requires_grad_()
+    return h, w, torch.randint(0, v, (n,), generator=g, device="cuda")
+
+side = torch.cuda.Stream()
+def by_slabs(h, w, y, scale, rows, overlap, late_dh, split=1):
+    """All gradients of logits kept; the loss of one slab beside the product of the next."""
+    n, v = len(h), len(w)
+    dl = torch.empty(n, v, dtype=torch.bfloat16, device="cuda")
+    dh, dw = torch.empty_like(h), torch.empty_like(w)
+    slabs = [torch.empty(rows, v, device="cuda") for _ in range(2 if overlap else 1)]
+    main = torch.cuda.current_stream()
+    free = [None, None]
+    for i, start in enumerate(range(0, n, rows)):
+        stop = min(start + rows, n)
+        x = slabs[i % len(slabs)][: stop - start]
+        if overlap and free[i % 2] is not None: main.wait_event(free[i % 2])
+        module.multiply(h[start:stop], w.mT, out=x)
+        if overlap:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                triton_loss.losses_and_gradient(x, y[start:stop], None, None, LossOptions(), scale, dl[start:stop])
+                free[i % 2] = side.record_event()
+        else:
+            triton_loss.losses_and_gradient(x, y[start:stop], None, None, LossOptions(), scale, dl[start:stop])
+            if not late_dh: torch.mm(dl[start:stop], w, out=dh[start:stop])
+    if overlap: main.wait_stream(side)
+    if late_dh or overlap: torch.mm(dl, w, out=dh)
+    torch.mm(dl.mT, h, out=dw)
+    return dh, dw
+
+for n, d, v in ((4096, 2304, 256000), (8192, 4096, 128256), (8192, 768, 50257)):
+    h, w, y = inputs(n, d, v)
+    hd, wd = h.detach(), w.detach()
+    scale = torch.tensor(1 / n, dtype=torch.float64, device="cuda")
+    peers = linear_peers(h, w, y)
+    candidates = {"gradproof": forward_backward(lambda: module.linear_cross_entropy(h, w, y), h, w),
+                  "compile": forward_backward(peers["compile"], h, w)}
+    if v % 64 == 0:
+        logits = torch.empty(n, v, dtype=torch.bfloat16, device="cuda")
+        dh, dw = torch.empty_like(hd), torch.empty_like(wd)
+        def products():
+            torch.mm(hd, wd.mT, out=logits); torch.mm(logits, wd, out=dh); torch.mm(logits.mT, hd, out=dw)
+        candidates["three products"] = products
+        def first(): torch.mm(hd, wd.mT, out=logits)
+        logits.copy_(torch.randn(n, v, device="cuda", dtype=torch.bfloat16) * 1e-4)
+        for rows in {256000: (256, 384, 512, 528, 1024), 128256: (512, 640, 768, 1024)}[v]:
+            candidates[f"slabs of {rows}"] = lambda rows=rows: by_slabs(hd, wd, y, scale, rows, False, True)
+        for rows in {256000: (256, 512), 128256: (512, 1024)}[v]:
+            candidates[f"slabs of {rows}, overlapped"] = lambda rows=rows: by_slabs(hd, wd, y, scale, rows, True, True)
+            candidates[f"slabs of {rows}, dhidden early"] = lambda rows=rows: by_slabs(hd, wd, y, scale, rows, False, False)
+        out = torch.empty(1 << 28, device="cuda")
+        for rows in (256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048):
+            if rows * v > 1 << 28: break
+            o = out[: rows * v].view(rows, v)
+            ms = gpu_ms(lambda: module.multiply(hd[:rows], wd.mT, out=o), 5)
+            say(f"{n},{d},{v} logits float32 rows {rows}: all {n / rows * ms:.3f} ms, {2e-9 * rows * d * v / ms:.0f} TFLOP/s")
+        rows = {256000: 512, 128256: 1024}[v]
+        o = out[: rows * v].view(rows, v)
+        say("logits bf16 all rows", gpu_ms(first, 5), "loss", n / rows * gpu_ms(lambda: triton_loss.losses_and_gradient(o, y[:rows], None, None, LossOptions(), scale, logits[:rows]), 8), "limit", 6 * n * v / 4.27e9,
+            "dhidden", gpu_ms(lambda: torch.mm(logits, wd, out=dh), 5), "dweight", gpu_ms(lambda: torch.mm(logits.mT, hd, out=dw), 5))
+        del out, o
+    times = {c: [] for c in candidates}
+    for c in candidates.values(): c(); 
+    torch.cuda.synchronize()
+    for round_ in range(9):
+        for name, c in candidates.items():
+            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            c()
+            a.record(); c(); c(); b.record(); torch.cuda.synchronize()
+            times[name].append(a.elapsed_time(b) / 2)
+    for name, t in times.items(): say(f"{n},{d},{v} {name}: {statistics.median(t):.3f} ms ({min(t):.3f} .. {max(t):.3f})")
+    candidates.clear()
+    logits = dh = dw = None
+    del hd, wd, peers
+    h.grad = w.grad = None
+    torch.cuda.empty_cache()
+    kept = 2 * (h.numel() + w.numel())
+    say("extra GB", extra_memory(forward_backward(lambda: module.linear_cross_entropy(h, w, y), h, w), kept))
+    del h, w, y
+    torch.cuda.empty_cache()

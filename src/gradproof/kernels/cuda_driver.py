@@ -1,0 +1,107 @@
+"""Compiles a .cu file of this package on first use, by torch's own run-time compiler, and launches its kernels."""
+
+from __future__ import annotations
+
+import warnings
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_int,
+    c_uint,
+    c_void_p,
+    create_string_buffer,
+    pointer,
+)
+from functools import cache
+from pathlib import Path
+
+import torch
+
+NON_PORTABLE_CLUSTER = 14  # of the driver's function attributes: clusters of more than 8 CTAs
+NO_CONTEXT = 201  # of its errors
+SHARED_BYTES = 8  # the most shared memory of a CTA
+
+
+class _Attribute(Structure):
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Launch(Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared_bytes")),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("number", c_uint),
+    )
+
+
+EARLY = _Attribute(6, 0, 1)  # programmatic stream serialisation: start while the launch before still runs
+
+
+class Kernel:
+    """A compiled kernel whose only parameter is a struct, on one device."""
+
+    def __init__(self, function: c_void_p, threads: int, shared_bytes: int) -> None:
+        self._driver = torch.cuda._utils._get_gpu_runtime_library()
+        self._function = function
+        self._threads, self._shared_bytes = threads, shared_bytes
+
+    def launch(self, ctas: int, arguments: bytes, stream: int, early: bool = False) -> None:
+        """On the current device. With `early` it may start before the launch before it has ended."""
+        config = self._config(ctas, stream, early)
+        struct = create_string_buffer(arguments, len(arguments))
+        parameters = (c_void_p * 1)(addressof(struct))
+        error = self._driver.cuLaunchKernelEx(byref(config), self._function, parameters, None)
+        if (
+            error == NO_CONTEXT
+        ):  # a thread that has not used the GPU yet: a launch of torch's own gives it one
+            torch.zeros(1, device="cuda")
+            error = self._driver.cuLaunchKernelEx(byref(config), self._function, parameters, None)
+        if error:
+            raise RuntimeError(
+                f"a CUDA kernel was not launched: error {error}, {ctas} CTAs of {self._threads} threads, "
+                f"{self._shared_bytes} bytes"
+            )
+
+    def clusters_at_once(self, cluster: int) -> int:
+        """How many clusters run at the same time on the whole device; 0 where the driver does not say."""
+        config, found = self._config(cluster, 0, False), c_int()
+        failed = self._driver.cuOccupancyMaxActiveClusters(byref(found), self._function, byref(config))
+        return 0 if failed else found.value
+
+    def _config(self, ctas: int, stream: int, early: bool) -> _Launch:
+        attributes = pointer(EARLY) if early else POINTER(_Attribute)()
+        return _Launch(ctas, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, attributes, int(early))
+
+
+@cache
+def find_kernel(
+    file: str,
+    name: str,
+    macros: tuple[tuple[str, str | int], ...],
+    threads: int,
+    shared_bytes: int,
+    cluster: int,
+    device: torch.device,
+) -> Kernel | None:
+    """The kernel compiled with these macros; None, after a warning, where it cannot be compiled."""
+    source = Path(__file__).with_name(file).read_text()
+    options = [f"-D{macro}={value}" for macro, value in macros]
+    try:
+        with torch.cuda.device(device):
+            made = torch.cuda._compile_kernel(source, name, nvcc_options=options)
+            kernel = Kernel(made.func, threads, shared_bytes)
+            if shared_bytes > 48 << 10:
+                kernel._driver.cuFuncSetAttribute(made.func, SHARED_BYTES, shared_bytes)
+            if cluster > 8:
+                kernel._driver.cuFuncSetAttribute(made.func, NON_PORTABLE_CLUSTER, 1)
+    except (RuntimeError, OSError, AttributeError) as error:  # no compiler here, or another torch
+        warnings.warn(
+            f"gradproof's CUDA cross-entropy does not compile here, Triton's is used: {error}", stacklevel=4
+        )
+        return None
+    return kernel

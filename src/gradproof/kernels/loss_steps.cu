@@ -1,0 +1,75 @@
+// The steps before and after cross_entropy.cu, each a launch of its own.
+
+struct bf16 { unsigned short bits; };
+struct half { unsigned short bits; };
+
+// what cross_entropy.cu finds when it starts: the scale of a mean is 1 / valid positions, 1 where there are none
+struct Shared {
+    double scale;
+    int tickets, finished;
+};
+
+struct Count {
+    const void* targets;
+    const signed char* masks;
+    Shared* shared;
+    int rows, ignore_index, mean;
+};
+
+// One CTA. The launch that needs it may start at once, and waits where it does.
+template <typename Target> __device__ void count(const Count& a) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    __shared__ int counts[32];
+    const Target* targets = (const Target*)a.targets;
+    int valid = 0;
+    if (a.mean)
+#pragma unroll 8
+        for (int i = threadIdx.x; i < a.rows; i += blockDim.x)
+            valid += targets[i] != (Target)a.ignore_index && (!a.masks || a.masks[i]);
+    for (int i = 16; i; i /= 2) valid += __shfl_xor_sync(~0u, valid, i);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = valid;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int i = 1; i < blockDim.x / 32; i++) valid += counts[i];
+    *a.shared = {valid ? 1. / valid : 1., 0, 0};
+}
+extern "C" __global__ void count_long(const __grid_constant__ Count a) { count<long long>(a); }
+extern "C" __global__ void count_int(const __grid_constant__ Count a) { count<int>(a); }
+
+struct Scaling {
+    uint4* gradient;
+    const float* by;
+    long long pieces;
+};
+
+__device__ unsigned times_word(unsigned word, float times, float) { return __float_as_uint(__uint_as_float(word) * times); }
+__device__ unsigned times_word(unsigned word, float times, bf16) {
+    const float low = __uint_as_float(word << 16) * times, high = __uint_as_float(word & 0xffff0000u) * times;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+__device__ unsigned times_word(unsigned word, float times, half) {
+    float low, high;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(word));
+    low *= times, high *= times;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+// pieces of 16 bytes times a number; nothing is read if that is 1
+template <typename Entry> __device__ void scale(const Scaling& a) {
+    const float times = *a.by;
+    if (times == 1) return;
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < a.pieces; i += stride) {
+        uint4 piece = a.gradient[i];
+        piece.x = times_word(piece.x, times, Entry());
+        piece.y = times_word(piece.y, times, Entry());
+        piece.z = times_word(piece.z, times, Entry());
+        piece.w = times_word(piece.w, times, Entry());
+        __stcs(a.gradient + i, piece);
+    }
+}
+extern "C" __global__ void scale_float(const __grid_constant__ Scaling a) { scale<float>(a); }
+extern "C" __global__ void scale_bf16(const __grid_constant__ Scaling a) { scale<bf16>(a); }
+extern "C" __global__ void scale_half(const __grid_constant__ Scaling a) { scale<half>(a); }
