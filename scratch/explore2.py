@@ -99,6 +99,7 @@ for dtype, n, v in sorted(SHAPES, key=lambda s: -s[2]):
     alone = gpu_ms(lambda: cuda_loss.losses_and_gradient(xd, y, None, LossOptions(), one, grad, best), 10)
     say(name, "best alone (static)", round(limit(x) / alone, 3), "base whole", round(whole(base, x, y, 12), 3), "best again", round(whole(best, x, y, 12), 3))
     best_of[name] = (rows[0][0], best)
+    say(name, "clusters at once", cuda_loss._at_once(cuda_loss._loss_kernel(best, x, y, None, grad, None), best, x.device), "estimate", best.ctas * 132 // best.cluster)
     if v == 262144:
         def patched(*pairs):
             s = SOURCE

@@ -127,8 +127,12 @@ __device__ double exp_difference(double a, double b) {
 __device__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 __device__ void cluster_barrier() {
-    if constexpr (CLUSTER == 1) __syncthreads();
-    else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (CLUSTER == 1) {
+        __syncthreads();
+        return;
+    }
+    __syncwarp();  // "aligned": of whole warps
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // into the same place of a CTA of the cluster
@@ -239,7 +243,7 @@ cross_entropy(const __grid_constant__ Arguments a) {
                 if (piece < it.whole + (it.rest() > 0)) {
                     const int bytes = piece < it.whole ? 16 : it.rest() * (int)sizeof(Logit);
                     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                                 :: "r"(shared_address(slot)), "l"(from + j * THREADS * ENTRIES), "r"(bytes));
+                                 :: "r"(shared_address(slot)), "l"(from + j * THREADS * ENTRIES), "r"(bytes) : "memory");
                 } else {
                     for (int i = 0; i < ENTRIES; i++) store_one((Logit*)slot + i, -INF);
                 }
