@@ -5,7 +5,7 @@ date
 timeout 200 python3 scratch/explore2.py 180 > $OUT/explore2.txt 2>&1
 tail -60 $OUT/explore2.txt
 date
-timeout 80 python3 scratch/linear2.py > $OUT/linear2.txt 2>&1
+timeout 100 python3 scratch/linear2.py > $OUT/linear2.txt 2>&1
 tail -40 $OUT/linear2.txt
 date
 for k in "bfloat16 262144"; do

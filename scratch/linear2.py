@@ -92,3 +92,34 @@ for n, d, v in ((4096, 2304, 256000), (8192, 4096, 128256), (8192, 768, 50257)):
     say("extra GB", extra_memory(forward_backward(lambda: module.linear_cross_entropy(h, w, y), h, w), kept))
     del h, w, y
     torch.cuda.empty_cache()
+
+# an odd vocabulary: padded weight, or rows of logits at an aligned distance
+n, d, v, stride = 8192, 768, 50257, 50304
+h, w, y = (t.detach() for t in inputs(n, d, v))
+padded = torch.nn.functional.pad(w, (0, 0, 0, stride - v))
+for rows in (256, 384, 512, 768, 1024):
+    x = torch.empty(rows, stride, device="cuda")
+    a = gpu_ms(lambda: module.multiply(h[:rows], padded.mT, out=x), 6)
+    b = gpu_ms(lambda: module.multiply(h[:rows], w.mT, out=x[:, :v]), 6)
+    say(f"odd: logits rows {rows}: all {n / rows * a:.3f} padded, {n / rows * b:.3f} as it is")
+for rows in (1920, 2048, 2432, 2560, 3456, 4096):
+    dl = torch.randn(rows, stride, device="cuda", dtype=torch.bfloat16) * 1e-3
+    dl[:, v:] = 0
+    dh = torch.empty(rows, d, device="cuda", dtype=torch.bfloat16)
+    a = gpu_ms(lambda: torch.mm(dl, padded, out=dh), 6)
+    b = gpu_ms(lambda: torch.mm(dl[:, :v], w, out=dh), 6)
+    sp, so = torch.zeros(stride, d, device="cuda"), torch.zeros(v, d, device="cuda")
+    c = gpu_ms(lambda: module.multiply(dl.mT, h[:rows], out=sp, add=True), 6)
+    e = gpu_ms(lambda: module.multiply(dl[:, :v].mT, h[:rows], out=so, add=True), 6)
+    say(f"odd: rows {rows}: dhidden all {n / rows * a:.3f} padded, {n / rows * b:.3f}; dweight all {n / rows * c:.3f} padded, {n / rows * e:.3f}")
+real = module.slab_rows
+h, w, y = inputs(n, d, v)
+for size in (0.3, 0.38, 0.46, 0.6):
+    for few in (256, 512, 1024):
+        def rows_of(n_, row, size_, in_place, room, keep, size=size, few=few):
+            own = module._whole_tiles(int((size * 1e9 - few * row) // (row // 2)))
+            return few, own, False
+        module.slab_rows = rows_of
+        ms = gpu_ms(forward_backward(lambda: module.linear_cross_entropy(h, w, y), h, w), 8, 2)
+        say(f"odd: {size} GB, few {few}, own {rows_of(n, 4 * stride, 0, 0, 0, 0)[1]}: {ms:.3f} ms")
+module.slab_rows = real

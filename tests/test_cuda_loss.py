@@ -1,9 +1,12 @@
 """The CUDA cross-entropy: its plan for any row on any machine, its results on a GPU that has clusters."""
 
+from threading import Thread
+
 import pytest
 import torch
 
 from gradproof.kernels import cuda_loss, torch_loss, triton_loss
+from gradproof.kernels.cross_entropy import cross_entropy
 from gradproof.kernels.cuda_loss import plan_row
 from gradproof.kernels.loss_options import LossOptions, valid_positions
 from gradproof.kernels.reference import reference_loss_and_gradient
@@ -22,6 +25,12 @@ def test_a_plan_holds_the_whole_row_within_the_limits_of_the_gpu(size, aligned):
         assert plan.cluster * plan.threads * plan.pieces >= pieces
         assert plan.cluster <= 16 and plan.threads <= 1024 and plan.shared_bytes <= 220 * 1024
         assert plan.pieces % 4 == 0 and plan.threads % 32 == 0
+
+
+def test_a_plan_leaves_a_thread_its_registers():
+    for v in (2048, 50257, 151936, 262144, 300001, 500000):
+        plan = plan_row(v, 2, v % 8 == 0)
+        assert plan.ctas * plan.threads * 64 <= 65536 and plan.ctas * plan.shared_bytes <= 227 * 1024
 
 
 def test_a_row_too_long_for_shared_memory_has_no_plan():
@@ -129,3 +138,59 @@ def test_in_place_and_twice_the_same_bits():
     first, _ = triton_loss.losses_and_gradient(logits, targets, None, None, LossOptions(), one, apart)
     second, _ = triton_loss.losses_and_gradient(logits, targets, None, None, LossOptions(), one, logits)
     assert torch.equal(first, second) and torch.equal(apart, logits)
+
+
+@on_gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("v", [4096, 50257, 128256])
+@pytest.mark.parametrize("n", [1, 3, 700])
+def test_the_loss_in_two_launches(n, v, reduction):
+    """More rows than clusters, and fewer; the launch before is waited for, so stale memory would be seen."""
+    logits, targets = make(n, v, torch.bfloat16)
+    mask = torch.arange(n, device="cuda") % 4 != 1
+    options = LossOptions(reduction=reduction)
+    exact, lse, dexact = reference_loss_and_gradient(logits, targets, mask, None, options)
+    for _ in range(3):
+        gradient = torch.full_like(logits, torch.nan)
+        torch.full((4 + n,), torch.nan, device="cuda")  # what the next allocation finds
+        loss, lses = cuda_loss.reduced_loss(logits, targets, mask, None, options, gradient)
+        assert difference(loss, exact, relative=1e-6).ok
+        allowed = dexact.abs().amax(1, keepdim=True) * 2**-8 + 1e-37
+        assert ((gradient.double() - dexact).abs() <= allowed).all()
+
+
+@on_gpu
+def test_no_position_at_all_counts():
+    logits, _ = make(40, 50257, torch.float32)
+    gradient = torch.full_like(logits, torch.nan)
+    targets = torch.full((40,), -100, device="cuda")
+    loss, lses = cuda_loss.reduced_loss(logits, targets, None, None, LossOptions(), gradient)
+    assert loss == 0 and not lses.any() and not gradient.any()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, -2.5])
+def test_a_gradient_is_scaled_entry_by_entry(dtype, scale):
+    gradient = torch.randn(33, 1000, device="cuda").to(dtype)
+    expected = (gradient.float() * scale).to(dtype)
+    assert cuda_loss.scale_entries(gradient, torch.tensor(scale, device="cuda"))
+    assert torch.equal(gradient, expected)
+
+
+@on_gpu
+def test_a_thread_that_has_not_used_the_gpu_yet():
+    logits, targets = make(5, 50257, torch.bfloat16)
+    found = []
+    work = Thread(target=lambda: found.append(cross_entropy(logits, targets)))
+    work.start()
+    work.join()
+    assert torch.equal(found[0], cross_entropy(logits, targets))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_than_the_current_device():
+    logits, targets = (t.to("cuda:1") for t in make(5, 50257, torch.float32))
+    loss = cross_entropy(logits.requires_grad_(), targets)
+    loss.backward()
+    assert loss.device == logits.device and torch.isfinite(logits.grad).all()
