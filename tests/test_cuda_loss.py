@@ -155,6 +155,8 @@ def test_the_loss_in_two_launches(n, v, reduction):
         torch.full((4 + n,), torch.nan, device="cuda")  # what the next allocation finds
         loss, lses = cuda_loss.reduced_loss(logits, targets, mask, None, options, gradient)
         assert difference(loss, exact, relative=1e-6).ok
+        valid = valid_positions(targets, mask, options.ignore_index)
+        assert difference(lses, torch.where(valid, lse, 0), relative=1e-6, absolute=1e-6).ok
         allowed = dexact.abs().amax(1, keepdim=True) * 2**-8 + 1e-37
         assert ((gradient.double() - dexact).abs() <= allowed).all()
 
