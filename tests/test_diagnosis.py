@@ -709,3 +709,34 @@ def test_the_loss_of_a_policy_may_stand_still(written):
     made.writer.set_info(facts={"policy_loss": True})
     assert seen(made.read())["objective_standing"] == "note"
     assert "loss_not_improving" in seen(written(loss=-0.3 + 0.1 * NOISE[:80], lr=[1e-3] * 80).read())
+
+
+def test_what_was_so_from_the_start_comes_before_what_came_of_it(written):
+    made = written(loss=FALLING[::-1])
+    growing = verdict("exploding-signal", "confirmed", experiment="signal", evidence=["1.5 a time step"])
+    for step in (1, 10, 100):
+        made.event("verdict", **growing, step=step)
+    made.event("verdict", **verdict("lr-too-high", "confirmed", evidence=["overshoots"], step=32))
+    first, second = diagnose(made.read()).causes
+    assert (first.family, first.step) == ("exploding-signal", 1) and second.step == 32
+
+
+def test_growth_that_uneven_windows_explain_stands_behind_them():
+    ranked = rank([finding("exploding-signal", step=3), finding("grad-accumulation-error", step=9)])
+    assert [f.family for f in ranked] == ["grad-accumulation-error", "exploding-signal"]
+    measured = finding("exploding-signal", confidence="proven", step=9)
+    ranked = rank([finding("grad-accumulation-error", step=3), measured])
+    assert ranked[0].family == "exploding-signal"
+
+
+def test_overshooting_is_worth_a_warning_where_the_loss_has_leapt(written):
+    facts = verdict("lr-too-high", "confirmed", evidence=["3 of 5"], if_troubled=True, numbers={"rise": 0.2})
+    facts["id"] = "lr-too-high/overshoot"
+    calm = written(loss=FALLING).event("verdict", **facts).read()
+    assert not diagnose(calm).causes
+    leapt = FALLING.copy()
+    leapt[4:7] *= 1.6
+    (found,) = diagnose(
+        Written(calm.path.parent / "leapt", loss=leapt).event("verdict", **facts).read()
+    ).causes
+    assert (found.family, found.level) == ("lr-too-high", "warning")

@@ -45,3 +45,8 @@ def test_queries_that_see_no_key():
     nothing[:3] = -1e9
     (first, *_) = verdicts(Attention(mask=nothing))
     assert first.id == "attention-mask-error/all-masked-row" and "25 %" in first.evidence[0]
+
+
+def test_scores_that_have_grown_huge_are_not_taken_for_masks():
+    grown = 1e5 * torch.arange(-13.0, -1.0).expand(12, 12)  # far below zero, and far apart
+    assert "attention-mask-error/all-masked-row" not in ids(verdicts(Attention(mask=grown)))

@@ -117,3 +117,43 @@ def test_a_validation_before_the_step_is_not_taken_for_it():
 
     (found,) = examine(where_does_the_signal_go, model, optimizer, step, steps=1)
     assert "its gradient from" in found.evidence[0]
+
+
+class Named(nn.Module):
+    """Layers that are numbered in their names, not in a list."""
+
+    def __init__(self, gain):
+        super().__init__()
+        for k in range(1, 9):
+            setattr(self, f"fc{k}", nn.Linear(8, 8, bias=False))
+            nn.init.orthogonal_(getattr(self, f"fc{k}").weight, gain)
+
+    def forward(self, x):
+        for k in range(1, 9):
+            x = getattr(self, f"fc{k}")(x).relu()
+        return x
+
+
+class Heads(nn.Module):
+    """Numbered, but beside each other: what one of them makes reaches no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(6)])
+        for k, head in enumerate(self.heads):
+            nn.init.orthogonal_(head.weight, 10.0**k)
+
+    def forward(self, x):
+        return torch.stack([head(x) for head in self.heads])
+
+
+def test_layers_numbered_by_name_and_at_the_top_of_a_sequential():
+    assert ids(verdicts(Named(5.0))) == {"exploding-signal/depth"}
+    layers = [layer for _ in range(8) for layer in (nn.Linear(8, 8, bias=False), nn.ReLU())]
+    for layer in layers[::2]:
+        nn.init.orthogonal_(layer.weight, 5.0)
+    assert ids(verdicts(nn.Sequential(*layers))) == {"exploding-signal/depth"}
+
+
+def test_modules_beside_each_other_are_no_chain():
+    assert not verdicts(Heads())

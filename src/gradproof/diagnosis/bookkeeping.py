@@ -25,6 +25,15 @@ def trains_well(run: Run) -> bool:
     return bool(found) and all(t.fell for t in found)
 
 
+def leaps(run: Run) -> bool:
+    """At some step the loss was far above where it began."""
+    for track in tracks(run):
+        loss = track.loss[np.isfinite(track.loss)]
+        if len(loss) > 8 and float(loss.max()) > 1.3 * float(np.median(loss[:3])) > 0:
+            return True
+    return False
+
+
 def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
     """Passes without gradient in which dropout drops, or BatchNorm uses the batch and moves its statistics.
 

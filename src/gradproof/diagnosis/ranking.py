@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from gradproof.diagnosis.bookkeeping import trains_well
+from gradproof.diagnosis.bookkeeping import leaps, trains_well
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
@@ -56,6 +56,8 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     troubled = any(symptom.name in TROUBLE for symptom in symptoms)
     verdicts = last_verdicts(run)
     found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
+    if not troubled:
+        found = [as_grave_as_leaps(finding, run) for finding in found]
     if not troubled and trains_well(run):
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
@@ -74,15 +76,17 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
 
 
 def last_verdicts(run: Run) -> list[dict[str, Any]]:
-    """What each experiment said last about each family; what it called lasting stays said."""
+    """What each experiment said last about each family, and since when; what it called lasting stays said."""
     last: dict[tuple[str, str], dict[str, Any]] = {}
     for event in run.events:
         if event.get("event") != "verdict" or event.get("family") not in BY_FAMILY:
             continue
         key = (event.get("experiment", ""), event["family"])
         before = last.get(key)
-        if not (before and before["verdict"] == "confirmed" and before.get("lasting")):
-            last[key] = event
+        if before and before["verdict"] == "confirmed" and before.get("lasting"):
+            continue
+        same = before is not None and before["verdict"] == "confirmed" and before.get("id") == event.get("id")
+        last[key] = {**event, "since": before["since"] if before and same else event.get("step")}
     return list(last.values())
 
 
@@ -109,10 +113,16 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
         evidence=tuple(verdict.get("evidence", ())),
         fix=verdict.get("fix") or cause.advice(verdict.get("id", "")),
         where=verdict.get("where"),
-        step=verdict.get("step"),
+        step=verdict.get("since", verdict.get("step")),
         title=verdict.get("title") or cause.title,
         numbers=verdict.get("numbers") or {},
     )
+
+
+def as_grave_as_leaps(finding: Finding, run: Run) -> Finding:
+    """Steps that overshoot by much are worth a warning where the loss has leapt far above its start, too."""
+    much = finding.id == "lr-too-high/overshoot" and finding.numbers.get("rise", 0.0) > 0.02
+    return replace(finding, level="warning") if finding.level == "note" and much and leaps(run) else finding
 
 
 def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Finding]:
@@ -221,7 +231,7 @@ def rank(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(best.values())
 
 
-# Steps that overshoot, or a start far off, where one of these was found: with it set right they may be fine.
+# Steps that overshoot, numbers that grow, a start far off: with one of these found and set right they may be fine.
 EXPLAINED_BY = {
     "lr-too-high": (
         "input-or-target-scale",
@@ -230,6 +240,12 @@ EXPLAINED_BY = {
         "zero-grad-error",
     ),
     "bad-init": ("input-or-target-scale", "loss-scale-or-sign"),
+    "exploding-signal": (
+        "input-or-target-scale",
+        "loss-scale-or-sign",
+        "grad-accumulation-error",
+        "zero-grad-error",
+    ),
 }
 # What makes steps short whatever the learning rate.
 SHORTENS_STEPS = ("optimizer-config/eps", "grad-clip-misuse/limit-too-small", "lr-schedule-error/dies-early")
@@ -250,6 +266,8 @@ def is_explained(finding: Finding, others: list[Finding]) -> bool:
         for f in others
         if f.family != finding.family and LEVELS.index(f.level) <= LEVELS.index(finding.level)
     ]
+    if finding.family == "exploding-signal" and finding.confidence == "proven":
+        return False  # measured from block to block, not seen to grow in training
     if finding.family == "lr-too-low":
         return any(f.family not in EXPLAINED_BY for f in graver)
     return any(f.family in EXPLAINED_BY.get(finding.family, ()) for f in graver)

@@ -18,6 +18,7 @@ from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
@@ -99,6 +100,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_predictions_stuck,
     is_it_precision,
     where_does_the_signal_go,
+    does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
     does_the_average_follow,

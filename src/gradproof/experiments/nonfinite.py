@@ -16,6 +16,7 @@ from gradproof.tape.locate import FirstBad, find_first_bad_operation
 from gradproof.tape.operations import Line
 
 HALF = {"float16", "bfloat16"}
+HUGE_WEIGHT, HUGE = 1e4, 1e15
 
 
 def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
@@ -39,10 +40,18 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
         return
     evidence.memory["located"] = True
     found = verdict_of(bad)
-    if diverged(
+    grown = what_has_grown(evidence, bad)
+    if grown or diverged(
         evidence.losses
-    ):  # the numbers grew until they overflowed: this is the end of the story, not its cause
+    ):  # numbers grew until they overflowed: the end of the story, not its cause
         found = replace(found, level="note")
+    if grown:
+        yield confirmed(
+            "lr-too-high/diverged",
+            f"after {evidence.step} updates {grown}, and overflows",
+            confidence="likely",
+            lasting=True,
+        )
     bundle = keep_for_later(evidence, bad)
     if bundle:
         found = replace(found, evidence=(*found.evidence, f"reproduce  python {bundle}/reproduce.py"))
@@ -84,6 +93,18 @@ def diverged(losses: Sequence[float]) -> bool:
         return False
     usual = sorted(finite)[len(finite) // 2] if len(finite) > 8 else finite[0]
     return finite[-1] > 100 * usual + 1e-12 or max(finite[-3:]) > 100 * finite[0] + 1e-12
+
+
+def what_has_grown(evidence: Evidence, bad: FirstBad) -> str:
+    """Of an operation that overflows after updates, the operand that no initialisation made so large, else nothing."""
+    if evidence.step < 1 or bad.value != "inf" or bad.kind != "operation":
+        return ""
+    parameters = {slot.name for slot in evidence.tape.parameters}
+    for operand in bad.operands:
+        largest = max(abs(operand.low), abs(operand.high))
+        if largest > (HUGE_WEIGHT if operand.name in parameters else HUGE) and math.isfinite(largest):
+            return f"{operand.name} of {bad.operator} has entries up to {largest:.3g}"
+    return ""
 
 
 def step_is_nonfinite(evidence: Evidence) -> bool:

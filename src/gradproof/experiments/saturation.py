@@ -73,9 +73,11 @@ def saturated(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict | No
 
 def sees_nothing(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict | None:
     """Real queries all of whose keys are masked with a large negative number: their weights are equal, not zero."""
-    hidden = (scores <= MASKED).all(-1) & torch.isfinite(scores).any(
-        -1
-    )  # (…, queries); all −inf would be a NaN
+    finite = torch.isfinite(scores)
+    most = scores.masked_fill(~finite, -torch.inf).amax(-1)
+    least = scores.masked_fill(~finite, torch.inf).amin(-1)
+    # (…, queries); all −inf would be a NaN, and scores that have grown to such numbers lie far apart
+    hidden = finite.any(-1) & (most <= MASKED) & (most - least < 0.01 * most.abs())
     rows = hidden.reshape(-1, hidden.shape[-1])
     for is_pad in padded_batches(evidence).values():
         if (

@@ -54,13 +54,14 @@ def find_chains(evidence: Evidence) -> list[Chain]:
         if not evidence.slot(call.outputs[0]).followed:
             continue  # a validation between two steps
         calls.setdefault(call.path, []).append(call.outputs[0])
-        match = re.fullmatch(r"(.+)\.\d+", call.path)
-        if match:
-            stacks.setdefault(f"{match[1]}:{call.kind}", {}).setdefault(call.path, call.outputs[0])
+        if re.search(r"\d", call.path):  # blocks.0, blocks.1, …, or fc1, fc2, …
+            name = re.sub(r"\d+", "*", call.path)
+            stacks.setdefault(f"{name}:{call.kind}", {}).setdefault(call.path, call.outputs[0])
     chains = []
     for name, links in stacks.items():
-        if len(links) >= FEWEST_BLOCKS:
-            chains.append(thin(Chain(name.split(":")[0], "blocks", tuple(links), tuple(links.values()))))
+        slots = tuple(links.values())
+        if len(links) >= FEWEST_BLOCKS and slots[-1] in reached_from(evidence, slots[0]):
+            chains.append(thin(Chain(name.split(":")[0].removesuffix(".*"), "blocks", tuple(links), slots)))
     for path, found in sorted(calls.items(), key=lambda item: item[0].count(".")):
         if len(found) >= FEWEST_TIMES and found[-1] in reached_from(evidence, found[0]):
             chains.append(thin(Chain(path, "time steps", (path,) * len(found), tuple(found))))

@@ -66,15 +66,21 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         fix = f"lower the learning rate: about {rate * share:.1e} instead of {rate:.1e}, and warm it up"
         lines = [f"{len(over)} of {len(probes)} taped steps overshoot", *(str(p) for p in over[-2:])]
         lines += say_what_is_summed(evidence)
-        numbers = {"lr_factor": min(share, 0.5)}
+        rise = sorted(p.losses[1.0] / p.start - 1 for p in over)[len(over) // 2]
+        numbers = {"lr_factor": min(share, 0.5), "rise": rise if math.isfinite(rise) else 1e9}
         yield confirmed("lr-too-high/overshoot", *lines, if_troubled=True, fix=fix, numbers=numbers)
     elif not any(p.rises for p in probes):
         reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
         yield excluded(
             "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
         )
+    straight: list[bool] = evidence.memory.setdefault("straight probes", [])
     if 0 <= start - probe.losses[1.0] < 1e-3 * abs(start):
-        yield from is_far_better(evidence, start)
+        losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR}
+        straight.append(falls_straight(start, losses))
+        yield from is_far_better(evidence, start, losses)
+    else:
+        straight.append(False)
 
 
 def say_what_is_summed(evidence: Evidence) -> list[str]:
@@ -94,9 +100,14 @@ def largest_lr(evidence: Evidence) -> float:
     return max(float(group["lr"]) for optimizer in evidence.optimizers for group in optimizer.param_groups)
 
 
-def is_far_better(evidence: Evidence, start: float) -> Iterator[Verdict]:
+def falls_straight(start: float, losses: dict[float, float]) -> bool:
+    """Along a thousand times the step the loss falls as a line does, and to no impossible value."""
+    falls = [start - losses[share] for share in FAR]
+    return losses[1000.0] >= 0 and 0 < 5 * falls[0] < falls[1] and 0 < 5 * falls[1] < falls[2]
+
+
+def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) -> Iterator[Verdict]:
     """Whether the same direction, followed much further, keeps paying."""
-    losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR}
     if losses[100.0] < start - 1e-4 * abs(start) and losses[100.0] < losses[10.0]:
         lr = largest_lr(evidence)
         text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
@@ -104,4 +115,14 @@ def is_far_better(evidence: Evidence, start: float) -> Iterator[Verdict]:
         best = min(FAR, key=lambda share: losses[share])
         fix = f"raise the learning rate tenfold at a time: {10 * lr:.1e} instead of {lr:.1e}, then further"
         numbers = {"lr_factor": min(best / 3, 100.0)}
-        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=True, fix=fix, numbers=numbers)
+        crawls = crawls_everywhere(evidence)
+        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=not crawls, fix=fix, numbers=numbers)
+
+
+def crawls_everywhere(evidence: Evidence) -> bool:
+    """No taped step, early or late, felt the loss's curvature at a thousand times its length, and half the loss or
+    more is left: a rate that warms up, is decayed, or suits a run near its end does not look so from first to last."""
+    straight, losses = evidence.memory["straight probes"], [x for x in evidence.losses if math.isfinite(x)]
+    if len(straight) < 4 or not all(straight) or len(losses) < 20:
+        return False
+    return sum(losses[-5:]) > 0.5 * sum(losses[:5]) > 0

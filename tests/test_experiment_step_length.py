@@ -1,0 +1,88 @@
+"""Steps that overshoot, that crawl, and of a fitting length; gradients that are right and one that is not."""
+
+import torch
+from taped_trainings import examine, ids, plain_step
+from torch import nn
+
+from gradproof.experiments.gradient import is_the_gradient_right
+from gradproof.experiments.step_length import falls_straight, is_the_step_too_long_or_short
+
+
+def regression(
+    lr, steps=6, optimizer=torch.optim.SGD, experiment=is_the_step_too_long_or_short, layer=nn.Identity
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), layer(), nn.Linear(16, 1))
+    taken = optimizer(model.parameters(), lr=lr)
+
+    def loss():
+        x = torch.randn(32, 8)
+        return nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+
+    return examine(experiment, model, taken, plain_step(model, taken, loss), steps=steps)
+
+
+def test_steps_that_overshoot():
+    found = [v for v in regression(3.0) if v.verdict == "confirmed"]
+    assert {v.id for v in found} == {"lr-too-high/overshoot"}
+    assert found[-1].numbers["rise"] > 0.02 and found[-1].numbers["lr_factor"] <= 0.5
+
+
+def test_steps_of_a_fitting_length():
+    said = regression(0.05)
+    assert not ids(said)
+    assert {v.family for v in said if v.verdict == "excluded"} == {"lr-too-high"}
+
+
+def test_steps_that_crawl_from_first_to_last_need_no_other_trouble():
+    said = [v for v in regression(1e-6, steps=24) if v.id == "lr-too-low/tiny-steps"]
+    assert said[0].if_troubled and not said[-1].if_troubled
+    assert "followed further" in said[-1].evidence[0]
+
+
+def test_a_rate_that_crawls_only_at_first_is_warming_up():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    x = torch.randn(64, 8)
+    train = plain_step(model, optimizer, lambda: nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)))
+    taken = iter(range(30))
+
+    def step():
+        optimizer.param_groups[0]["lr"] = 1e-6 if next(taken) < 3 else 0.02
+        return train()
+
+    said = examine(is_the_step_too_long_or_short, model, optimizer, step, steps=26)
+    assert all(v.if_troubled for v in said if v.id == "lr-too-low/tiny-steps")
+
+
+def test_an_objective_without_a_floor_falls_straight_and_proves_nothing():
+    assert falls_straight(1.0, {10.0: 0.999, 100.0: 0.99, 1000.0: 0.9})
+    assert not falls_straight(1.0, {10.0: 0.99, 100.0: 0.9, 1000.0: -0.1})
+    assert not falls_straight(1.0, {10.0: 0.99, 100.0: 0.95, 1000.0: 0.94})
+
+
+class HalfBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 0.5 * gradient
+
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        return HalfBackward.apply(x)
+
+
+def test_a_backward_that_is_not_the_derivative():
+    said = regression(0.01, steps=1, experiment=is_the_gradient_right, layer=Wrong)
+    (found,) = [v for v in said if v.verdict == "confirmed"]
+    assert found.family == "wrong-gradient" and found.where
+
+
+def test_a_right_gradient():
+    said = regression(0.01, steps=1, experiment=is_the_gradient_right)
+    assert {(v.verdict, v.family) for v in said} == {("excluded", "wrong-gradient")}
