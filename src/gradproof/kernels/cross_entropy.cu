@@ -2,15 +2,16 @@
 //
 // A row lies in the shared memory of a cluster of CTAs while it is worked on. A thread loads 16-byte pieces into
 // slots that only it reads: it sums their exponentials, the cluster exchanges (largest, sum) of its warps, and the
-// thread makes the gradient from the same slots, asking for its pieces of the next row as the slots fall free. The
-// last pieces of the sum stay in registers, so that their slots are free before the exchange. Clusters stay for
-// many rows; with REDUCE they are handed out by a ticket, and the last cluster to finish adds up the losses.
+// thread makes the gradient from the same slots, asking for pieces of later rows as the slots fall free. The slots
+// are a ring with more places than a row has pieces, so that memory has work to do while a row is summed and its sums
+// are exchanged. Clusters stay for many rows; with REDUCE the last one to finish adds up the losses.
 // The target is left out of the largest and of the sum, so that a confident target keeps its digits; so are the
 // entries of the neighbouring rows that a row which starts or ends inside a piece brings along.
 //
 // Compiled by cuda_loss.py with: Logit, Gradient (float, bf16, half as types below), Target, Scale, CLUSTER, THREADS,
-// PIECES (of a thread), HELD (groups of them in registers), CTAS (to share a processor), ODD (rows start or end inside
-// a piece), HAS_MASK, PER_ROW (a scale for each row), WANT (the gradient), REDUCE.
+// PIECES (of a row, for a thread), RING (places for them), GROUP (of them, worked on together), CTAS (to share a
+// processor), ODD (rows start or end inside a piece), HAS_MASK, PER_ROW (a scale for each row), WANT (the gradient),
+// REDUCE.
 
 struct bf16 { unsigned short bits; };
 struct half { unsigned short bits; };
@@ -19,8 +20,9 @@ constexpr int WARPS = THREADS / 32;
 constexpr int SUMS = CLUSTER * WARPS;         // exchanged for a row
 constexpr int ENTRIES = 16 / sizeof(Logit);   // of a piece
 constexpr bool SHORT = sizeof(Gradient) == 2;
-constexpr int GROUP = 4;                      // pieces a thread looks at together
-constexpr int GROUPS = PIECES / GROUP;
+constexpr int GROUPS = PIECES / GROUP;        // of a row
+constexpr int PLACES = RING / GROUP;          // for groups
+constexpr int AHEAD = PLACES / GROUPS, MORE = PLACES % GROUPS;  // rows, and groups of one more row, that these hold
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
@@ -163,25 +165,25 @@ struct Place {
         end = lead + v;
         whole = end / ENTRIES;
     }
-    __device__ int rest() const { return ODD ? end % ENTRIES : 0; }  // of its entries in the piece after these
+    // the entries of a piece that are the row's
+    __device__ int begin_of(int piece) const { return piece ? 0 : lead; }
+    __device__ int end_of(int piece) const { return max(0, min(ENTRIES, end - piece * ENTRIES)); }
 };
 constexpr int MASKED = -2, UNKNOWN = -1;  // instead of a target
 
 // until at most `groups` of the groups of pieces that this thread asked for are missing
 __device__ void wait_for(int groups) {
+#define WAIT(n) case n: asm volatile("cp.async.wait_group " #n ";" ::: "memory"); break;
     switch (groups) {
-        case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-        default: asm volatile("cp.async.wait_group 4;" ::: "memory");
+        WAIT(0) WAIT(1) WAIT(2) WAIT(3) WAIT(4) WAIT(5) WAIT(6) WAIT(7) WAIT(8) WAIT(9) WAIT(10) WAIT(11)
+        default: asm volatile("cp.async.wait_group 12;" ::: "memory");
     }
 }
 
 // what the launch before this one leaves: see count_valid
 struct Shared {
     double scale;
-    int tickets, finished;
+    int finished;
 };
 
 struct Arguments {
@@ -217,163 +219,170 @@ cross_entropy(const __grid_constant__ Arguments a) {
     extern __shared__ uint4 slots[];
     __shared__ float largests[2][SUMS];
     __shared__ double totals[2][SUMS];
-    __shared__ int tickets[2];
     __shared__ bool last;
     const int thread = threadIdx.x, lane = thread % 32, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const int first = rank * THREADS * PIECES + thread;  // this thread's pieces: first + k * THREADS
     const int clusters = gridDim.x / CLUSTER, v = a.v, rows = a.rows;
     const bool leads = rank == 0 && thread == 0;
-    uint4* const mine = slots + thread;
+    auto piece_of = [&](int group, int j) { return first + (group * GROUP + j) * THREADS; };
+    auto slots_of = [&](int place) { return slots + thread + place * (GROUP * THREADS); };
+    auto next_place = [](int place) { return place + 1 == PLACES ? 0 : place + 1; };
 
-    auto target_of = [&](int row) {
-        if (row >= rows) return MASKED;
-        const Target y = a.targets[row];
-        if (y == (Target)a.ignore_index || (HAS_MASK && !a.masks[row])) return MASKED;
-        return y < 0 || y >= v ? UNKNOWN : (int)y;
+    auto is_masked = [&](int row) { return HAS_MASK && row < rows && !a.masks[row]; };
+    auto target_at = [&](int row) { return row < rows ? a.targets[row] : (Target)a.ignore_index; };
+    auto read_target = [&](Target y, bool masked) {
+        return masked || y == (Target)a.ignore_index ? MASKED : y < 0 || y >= v ? UNKNOWN : (int)y;
     };
-    // a group of pieces of a row; what it does not have is -inf
-    auto ask_for = [&](int row, int y, int k) {
+    // what a row does not have of a group is not loaded
+    auto ask_for = [&](int row, int y, int group, int place) {
         if (y != MASKED) {
             const Place it(row, a.x_stride, v);
-            const Logit* from = a.logits + it.start + (long long)(first + k * THREADS) * ENTRIES;
+            const Logit* from = a.logits + it.start + (long long)piece_of(group, 0) * ENTRIES;
+            const unsigned to = shared_address(slots_of(place));
+            if (piece_of(group, GROUP - 1) < it.whole) {
 #pragma unroll
-            for (int j = 0; j < GROUP; j++) {
-                const int piece = first + (k + j) * THREADS;
-                uint4* slot = mine + (k + j) * THREADS;
-                if (piece < it.whole + (it.rest() > 0)) {
-                    const int bytes = piece < it.whole ? 16 : it.rest() * (int)sizeof(Logit);
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                                 :: "r"(shared_address(slot)), "l"(from + j * THREADS * ENTRIES), "r"(bytes) : "memory");
-                } else {
-                    for (int i = 0; i < ENTRIES; i++) store_one((Logit*)slot + i, -INF);
+                for (int j = 0; j < GROUP; j++)
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                                 :: "r"(to + j * THREADS * 16), "l"(from + j * THREADS * ENTRIES) : "memory");
+            } else {
+#pragma unroll 1
+                for (int j = 0; j < GROUP; j++) {
+                    const int bytes = it.end_of(piece_of(group, j)) * (int)sizeof(Logit);
+                    if (bytes)
+                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                                     :: "r"(to + j * THREADS * 16), "l"(from + j * THREADS * ENTRIES), "r"(bytes)
+                                     : "memory");
                 }
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    auto slot_of = [&](int piece) {  // the k of a piece of the row, if it is this thread's, else -1
-        const int k = (piece - first) / THREADS;
-        return piece >= first && k < PIECES && piece == first + k * THREADS ? k : -1;
-    };
 
-    int number = blockIdx.x / CLUSTER, following = number + clusters, later = following + clusters, ticket = 0;
-    int start = 0;  // groups are asked for, and looked at, in turn from here on
-    int y = target_of(number), next_y = target_of(following);
+    int number = blockIdx.x / CLUSTER, place = 0;
+    int ys[AHEAD + 2];  // of this row and those after it that are asked for
+#pragma unroll
+    for (int i = 0; i < AHEAD + 2; i++)
+        ys[i] = read_target(target_at(number + i * clusters), is_masked(number + i * clusters));
+#pragma unroll
+    for (int i = 0; i < PLACES; i++) ask_for(number + i / GROUPS * clusters, ys[i / GROUPS], i % GROUPS, i);
     double scale = 1;
-    for (int k = 0; k < PIECES; k += GROUP) ask_for(number, y, k);
     if (CLUSTER > 1) cluster_barrier();  // everyone is there to be written to
-    for (int turn = 0;; turn ^= 1) {
+    for (int turn = 0; number < rows; number += clusters, turn ^= 1) {
         const Place row(number, a.x_stride, v);
-        const int at_y = row.lead + y;
+        const int y = ys[0], newest = number + (AHEAD + 2) * clusters;
+        const Target newest_y = target_at(newest);
+        const bool newest_masked = is_masked(newest);
+        const int at_y = y < 0 ? -1 : row.lead + y, with_y = at_y < 0 ? -1 : at_y / ENTRIES;
+        const int k_y = (with_y - first) / THREADS;  // whose slot holds the target, if `mine`
+        const bool mine = with_y >= first && k_y < PIECES && with_y == first + k_y * THREADS;
         float x_y = __int_as_float(0x7fffffff);  // NaN: not a class
         if (y >= 0) x_y = load_one(a.logits + row.start + at_y);
         if (PER_ROW) scale = a.scales[number];
-        const int with_y = y < 0 ? -1 : slot_of(at_y / ENTRIES);
-        const int with_head = row.lead ? slot_of(0) : -1;
-        const int with_tail = row.rest() ? slot_of(row.whole) : -1;
-        int group = start;
-        auto next_k = [&] {  // of the next group in turn
-            const int k = group * GROUP;
-            group = group + 1 == GROUPS ? 0 : group + 1;
-            return k;
+        // whether all pieces of a group are the row's, from their first entry to their last
+        auto is_whole = [&](int group) {
+            return piece_of(group, GROUP - 1) < row.whole && !(ODD && row.lead && piece_of(group, 0) == 0);
         };
 
-        // the largest and the compensated sum of exponentials of this thread's pieces
-        float largest = -INF, sum = 0, lost = 0;
-        auto add_group = [&](int k, uint4* pieces) {
-            auto forget = [&](int slot, int begin, int end) {  // take entries out of the largest and the sum
-                if (slot < k || slot >= k + GROUP) return;
-                for (int i = begin; i < end; i++) store_one((Logit*)(mine + slot * THREADS) + i, -INF);
-            };
-            forget(with_y, at_y % ENTRIES, at_y % ENTRIES + 1);
-            forget(with_head, 0, row.lead);
-            forget(with_tail, row.rest(), ENTRIES);
-            uint4 top_piece;
-#pragma unroll
-            for (int j = 0; j < GROUP; j++) {
-                pieces[j] = mine[(k + j) * THREADS];
-                top_piece = j ? larger(top_piece, pieces[j]) : pieces[j];
-            }
-            float x[GROUP][ENTRIES];
-            unpack(top_piece, x[0]);
-            float most = x[0][0];
-#pragma unroll
-            for (int i = 1; i < ENTRIES; i++) most = fmaxf(most, x[0][i]);
-            if (most > largest) {
-                const float times = largest == -INF ? 0.f : expf(largest - most);
-                sum *= times;
-                lost *= times;
-                largest = most;
-            }
-            const float below = largest == -INF ? 0.f : largest;
-#pragma unroll
-            for (int j = 0; j < GROUP; j++) {
-                unpack(pieces[j], x[j]);
-#pragma unroll
-                for (int i = 0; i < ENTRIES; i++) x[j][i] = exp_below(x[j][i] - below);
-#pragma unroll
-                for (int apart = ENTRIES / 2; apart; apart /= 2)
-#pragma unroll
-                    for (int i = 0; i < apart; i++) x[j][i] += x[j][i + apart];
-                const float more = x[j][0] - lost, together = sum + more;
-                lost = (together - sum) - more;
-                sum = together;
-            }
-        };
-        uint4 held[HELD ? HELD : 1][GROUP];
-        int held_k[HELD ? HELD : 1];
         if (y != MASKED) {
+            // the largest and the compensated sum of exponentials of this thread's pieces
+            float largest = -INF, sum = 0, lost = 0;
+            int at = place;
 #pragma unroll 1
-            for (int left = GROUPS - 1; left >= HELD; left--) {
-                uint4 pieces[GROUP];
-                wait_for(left);
-                add_group(next_k(), pieces);
-            }
+            for (int group = 0; group < GROUPS; group++, at = next_place(at)) {
+                wait_for(PLACES - 1 - group);
+                uint4* const from = slots_of(at);
+                if (!is_whole(group) || (mine && k_y / GROUP == group)) {  // entries that do not belong to the sum
+#pragma unroll 1
+                    for (int j = 0; j < GROUP; j++) {
+                        const int piece = piece_of(group, j);
+                        for (int i = 0; i < ENTRIES; i++)
+                            if (i < row.begin_of(piece) || i >= row.end_of(piece) || piece * ENTRIES + i == at_y)
+                                store_one((Logit*)(from + j * THREADS) + i, -INF);
+                    }
+                }
+                uint4 pieces[GROUP], top_piece;
 #pragma unroll
-            for (int h = 0; h < HELD; h++) {
-                wait_for(HELD - 1 - h);
-                held_k[h] = next_k();
-                add_group(held_k[h], held[h]);
-            }
-            if (HELD) {
+                for (int j = 0; j < GROUP; j++) {
+                    pieces[j] = from[j * THREADS];
+                    top_piece = j ? larger(top_piece, pieces[j]) : pieces[j];
+                }
+                float x[GROUP][ENTRIES];
+                unpack(top_piece, x[0]);
+                float most = x[0][0];
 #pragma unroll
-                for (int h = 0; h < HELD; h++) ask_for(following, next_y, held_k[h]);
-                start = held_k[0] / GROUP;
+                for (int i = 1; i < ENTRIES; i++) most = fmaxf(most, x[0][i]);
+                if (most > largest) {
+                    const float times = largest == -INF ? 0.f : expf(largest - most);
+                    sum *= times;
+                    lost *= times;
+                    largest = most;
+                }
+                const float below = largest == -INF ? 0.f : largest;
+#pragma unroll
+                for (int j = 0; j < GROUP; j++) {
+                    unpack(pieces[j], x[j]);
+#pragma unroll
+                    for (int i = 0; i < ENTRIES; i++) x[j][i] = exp_below(x[j][i] - below);
+#pragma unroll
+                    for (int apart = ENTRIES / 2; apart; apart /= 2)
+#pragma unroll
+                        for (int i = 0; i < apart; i++) x[j][i] += x[j][i + apart];
+                    const float more = x[j][0] - lost, together = sum + more;
+                    lost = (together - sum) - more;
+                    sum = together;
+                }
             }
             // exchanged among the cluster, added up by every warp in the same order
             const Sum warp = add_lanes({largest, (double)sum - lost});
-            const int place = rank * WARPS + thread / 32;
+            const int post = rank * WARPS + thread / 32;
             if (CLUSTER == 1 && lane == 0) {
-                largests[turn][place] = warp.largest;
-                totals[turn][place] = warp.total;
+                largests[turn][post] = warp.largest;
+                totals[turn][post] = warp.total;
             } else if (CLUSTER > 1 && lane < CLUSTER) {
                 asm volatile("st.shared::cluster.f32 [%0], %1;"
-                             :: "r"(place_in(lane, &largests[turn][place])), "f"(warp.largest) : "memory");
+                             :: "r"(place_in(lane, &largests[turn][post])), "f"(warp.largest) : "memory");
                 asm volatile("st.shared::cluster.f64 [%0], %1;"
-                             :: "r"(place_in(lane, &totals[turn][place])), "d"(warp.total) : "memory");
+                             :: "r"(place_in(lane, &totals[turn][post])), "d"(warp.total) : "memory");
             }
-        }
-        if (REDUCE && leads) {
-            for (int cta = 0; cta < CLUSTER; cta++)
-                asm volatile("st.shared::cluster.s32 [%0], %1;"
-                             :: "r"(place_in(cta, &tickets[turn])), "r"(ticket) : "memory");
         }
         cluster_barrier();
         if (number < clusters) {  // the first row: what the launch before leaves is needed from here on
             asm volatile("griddepcontrol.wait;" ::: "memory");
             if (!PER_ROW) scale = REDUCE ? a.shared->scale : (double)a.scales[0];
-        } else {
-            later = REDUCE ? tickets[turn] : following + clusters;
         }
-        const int later_y = target_of(later);
-        if (REDUCE && leads) ticket = 3 * clusters + atomicAdd(&a.shared->tickets, 1);
 
         Gradient* const out = a.gradient + (long long)number * a.g_stride;
+        auto store_group = [&](int group, const float (*x)[ENTRIES], unsigned flip) {
+            Gradient* const to = out - row.lead + (long long)piece_of(group, 0) * ENTRIES;
+            if (is_whole(group)) {
+#pragma unroll
+                for (int j = 0; j < GROUP; j++) store_piece(to + j * THREADS * ENTRIES, x[j], flip);
+            } else {
+#pragma unroll
+                for (int j = 0; j < GROUP; j++) {
+                    const int piece = piece_of(group, j), begin = row.begin_of(piece), end = row.end_of(piece);
+                    Gradient* const here = to + j * THREADS * ENTRIES;
+                    if (begin == 0 && end == ENTRIES) store_piece(here, x[j], flip);
+                    else if (ODD)
+#pragma unroll
+                        for (int i = 0; i < ENTRIES; i++)
+                            if (i >= begin && i < end) store_one(here + i, x[j][i], flip);
+                }
+            }
+        };
+        auto ask_for_later = [&](int group, int at) {  // into the place of a group that is done with
+            const int later = group + MORE;
+            if (later < GROUPS) ask_for(number + AHEAD * clusters, ys[AHEAD], later, at);
+            else ask_for(number + (AHEAD + 1) * clusters, ys[AHEAD + 1], later - GROUPS, at);
+        };
         if (y == MASKED) {
-            if (WANT)
-                for (int i = rank * THREADS + thread; i < v; i += CLUSTER * THREADS) store_one(out + i, 0.f);
             if (leads) a.losses[number] = a.lses[number] = 0.f;
-            for (int g = 0; g < GROUPS; g++) ask_for(following, next_y, next_k());
+            const float zeros[GROUP][ENTRIES] = {};
+#pragma unroll 1
+            for (int group = 0; group < GROUPS; group++, place = next_place(place)) {
+                ask_for_later(group, place);
+                if (WANT) store_group(group, zeros, 0);
+            }
         } else {
             Sum all = {-INF, 0};
 #pragma unroll
@@ -396,50 +405,25 @@ cross_entropy(const __grid_constant__ Arguments a) {
                 a.losses[number] = (float)(loss + a.z_loss * lse * lse);
                 a.lses[number] = (float)lse;
             }
-            if (WANT) {
-                const float times = (float)((1 + pull) * scale * ahead) / (float)d;
-                const Exponential gradient_of(all.largest, times);
-                Gradient* to = out - row.lead + (long long)first * ENTRIES;
-                auto write_group = [&](int k, const uint4* pieces, bool ask) {
-                    float x[GROUP][ENTRIES];
-#pragma unroll
-                    for (int j = 0; j < GROUP; j++) {
-                        unpack(pieces[j], x[j]);
-#pragma unroll
-                        for (int i = 0; i < ENTRIES; i++) x[j][i] = gradient_of(x[j][i]);
-                    }
-                    if (ask) ask_for(following, next_y, k);
-#pragma unroll
-                    for (int j = 0; j < GROUP; j++) {
-                        Gradient* here = to + (k + j) * THREADS * ENTRIES;
-                        const bool edge = k + j == with_head || k + j == with_tail;
-                        if (first + (k + j) * THREADS < row.whole && !edge) store_piece(here, x[j], gradient_of.flip);
-                        else if (edge)
-#pragma unroll
-                            for (int i = 0; i < ENTRIES; i++)
-                                if (here + i >= out && here + i < out + v) store_one(here + i, x[j][i], gradient_of.flip);
-                    }
-                };
-#pragma unroll
-                for (int h = 0; h < HELD; h++) write_group(held_k[h], held[h], false);
+            const float times = (float)((1 + pull) * scale * ahead) / (float)d;
+            const Exponential gradient_of(all.largest, times);
 #pragma unroll 1
-                for (int g = HELD; g < GROUPS; g++) {
-                    const int k = next_k();
-                    uint4 pieces[GROUP];
+            for (int group = 0; group < GROUPS; group++, place = next_place(place)) {
+                float x[GROUP][ENTRIES];
 #pragma unroll
-                    for (int j = 0; j < GROUP; j++) pieces[j] = mine[(k + j) * THREADS];
-                    write_group(k, pieces, true);
+                for (int j = 0; WANT && j < GROUP; j++) {
+                    unpack(slots_of(place)[j * THREADS], x[j]);
+#pragma unroll
+                    for (int i = 0; i < ENTRIES; i++) x[j][i] = gradient_of(x[j][i]);
                 }
-                if (with_y >= 0) store_one(out + y, (float)((pull * e_y - others) * scale) / (float)d);
-            } else {
-                for (int g = HELD; g < GROUPS; g++) ask_for(following, next_y, next_k());
+                ask_for_later(group, place);
+                if (WANT) store_group(group, x, gradient_of.flip);
             }
+            if (WANT && mine) store_one(out + y, (float)((pull * e_y - others) * scale) / (float)d);
         }
-        if (following >= rows) break;
-        number = following;
-        following = later;
-        y = next_y;
-        next_y = later_y;
+#pragma unroll
+        for (int i = 0; i < AHEAD + 1; i++) ys[i] = ys[i + 1];
+        ys[AHEAD + 1] = read_target(newest_y, newest_masked);
     }
     if (!REDUCE || rank) return;
     if (leads) {

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 NON_PORTABLE_CLUSTER = 14  # of the driver's function attributes: clusters of more than 8 CTAs
-NO_CONTEXT = 201  # of its errors
 SHARED_BYTES = 8  # the most shared memory of a CTA
 
 
@@ -42,6 +41,15 @@ class _Launch(Structure):
 EARLY = _Attribute(6, 0, 1)  # programmatic stream serialisation: start while the launch before still runs
 
 
+def bind_context(driver) -> None:
+    """Give a thread that has not used the GPU yet the context that torch uses for the current device."""
+    context = c_void_p()
+    driver.cuCtxGetCurrent(byref(context))
+    if not context:
+        driver.cuDevicePrimaryCtxRetain(byref(context), torch.cuda.current_device())
+        driver.cuCtxSetCurrent(context)
+
+
 class Kernel:
     """A compiled kernel whose only parameter is a struct, on one device."""
 
@@ -52,15 +60,11 @@ class Kernel:
 
     def launch(self, ctas: int, arguments: bytes, stream: int, early: bool = False) -> None:
         """On the current device. With `early` it may start before the launch before it has ended."""
+        bind_context(self._driver)
         config = self._config(ctas, stream, early)
         struct = create_string_buffer(arguments, len(arguments))
         parameters = (c_void_p * 1)(addressof(struct))
         error = self._driver.cuLaunchKernelEx(byref(config), self._function, parameters, None)
-        if (
-            error == NO_CONTEXT
-        ):  # a thread that has not used the GPU yet: a launch of torch's own gives it one
-            torch.zeros(1, device="cuda")
-            error = self._driver.cuLaunchKernelEx(byref(config), self._function, parameters, None)
         if error:
             raise RuntimeError(
                 f"a CUDA kernel was not launched: error {error}, {ctas} CTAs of {self._threads} threads, "
@@ -95,6 +99,7 @@ def find_kernel(
     options = [f"-D{macro}={value}" for macro, value in macros]
     try:
         with torch.cuda.device(device):
+            bind_context(torch.cuda._utils._get_gpu_runtime_library())
             made = torch.cuda._compile_kernel(source, name, nvcc_options=options)
             kernel = Kernel(made.func, threads, shared_bytes)
             if shared_bytes > 48 << 10:

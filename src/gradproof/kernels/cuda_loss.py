@@ -20,7 +20,7 @@ NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half"}
 ONE_CTA = 104 << 10  # bytes of a row that one CTA takes: two of them share a processor
 SHARE = {2: 36 << 10, 4: 72 << 10}  # of a longer row, what a CTA of a cluster takes, by the size of a logit
 PROCESSOR = 227 << 10  # bytes of shared memory
-REGISTERS = 80  # that a thread should have
+REGISTERS = 64  # that a thread should have
 SHORT = 4096  # bytes of a row that Triton does as fast
 # the structs that the kernels take
 LOSS = struct.Struct("9P5id")
@@ -30,21 +30,22 @@ SCALING = struct.Struct("2Pq")
 
 @dataclass(frozen=True)
 class Plan:
-    """A row by `cluster` CTAs of `threads`, each of which keeps `pieces` of 16 bytes, 4 `held` in registers.
+    """A row by `cluster` CTAs of `threads`, each of which takes `pieces` of 16 bytes, `group` at a time.
 
-    A cluster does up to `rows` rows, or as many as there are for it if that is 0, asking for the next while it
-    works on one.
+    A thread has places for `ring` pieces, so that those of later rows are under way while it works on a row. A
+    cluster does up to `rows` rows, or as many as there are for it if that is 0.
     """
 
     cluster: int
     threads: int
     pieces: int
+    ring: int
+    group: int = 4
     rows: int = 0
-    held: int = 1
 
     @property
     def shared_bytes(self) -> int:
-        return 16 * self.threads * self.pieces
+        return 16 * self.threads * self.ring
 
     @property
     def ctas(self) -> int:
@@ -65,7 +66,7 @@ def plan_row(v: int, size: int, aligned: bool) -> Plan | None:
     if not cluster:
         return None
     threads = {pieces: -(-total // (32 * cluster * pieces)) * 32 for pieces in (20, 16, 12, 8, 4)}
-    plans = [Plan(cluster, number, pieces) for pieces, number in threads.items() if number <= 1024]
+    plans = [Plan(cluster, number, pieces, pieces) for pieces, number in threads.items() if number <= 1024]
     return max(plans, key=lambda plan: (plan.ctas, -plan.shared_bytes, plan.pieces))
 
 
@@ -245,7 +246,8 @@ def _compiled(
         "CLUSTER": plan.cluster,
         "THREADS": plan.threads,
         "PIECES": plan.pieces,
-        "HELD": min(plan.held, plan.pieces // 4 - 1),
+        "RING": plan.ring,
+        "GROUP": plan.group,
         "CTAS": plan.ctas,
         "ODD": int(odd),
         "HAS_MASK": int(has_mask),
