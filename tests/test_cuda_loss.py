@@ -27,22 +27,16 @@ def test_a_plan_holds_the_whole_row_within_the_limits_of_the_gpu(size, aligned):
         assert plan.pieces % 4 == 0 and plan.threads % 32 == 0
 
 
-def test_a_plan_leaves_a_thread_its_registers():
-    for v in (2048, 50257, 151936, 262144, 300001, 500000):
-        plan = plan_row(v, 2, v % 8 == 0)
-        assert plan.ctas * plan.threads * 64 <= 65536 and plan.ctas * plan.shared_bytes <= 227 * 1024
-
-
 def test_a_row_too_long_for_shared_memory_has_no_plan():
     assert plan_row(1_000_000, 4, True) is None
 
 
 def make(n, v, dtype, seed=0):
-    g = torch.Generator().manual_seed(seed + v)
-    logits = (torch.randn(n, v, generator=g) * 3).to("cuda", dtype)
-    targets = torch.randint(0, v, (n,), generator=g)
+    g = torch.Generator("cuda").manual_seed(seed + v)
+    logits = (torch.randn(n, v, generator=g, device="cuda") * 3).to(dtype)
+    targets = torch.randint(0, v, (n,), generator=g, device="cuda")
     targets[::5] = -100
-    return logits, targets.cuda()
+    return logits, targets
 
 
 def assert_right(logits, targets, mask=None, options=None, scale=1.0, out=None, stride=None):
@@ -74,10 +68,13 @@ def test_against_the_reference(dtype, v):
 
 
 @on_gpu
-@pytest.mark.parametrize("v", [50257, 128256, 128257])
-def test_a_cluster_that_does_several_rows_some_of_them_masked(v):
-    logits, targets = make(1100, v, torch.bfloat16)
-    mask = torch.arange(1100, device="cuda") % 3 > 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("v", [4099, 32000, 50257, 128256, 128257, 262144])
+def test_a_cluster_that_does_several_rows_some_of_them_masked(v, dtype):
+    n = 3000 if v < 10000 else 700
+    logits, targets = make(n, v, dtype)
+    mask = torch.arange(n, device="cuda") % 3 > 0
+    mask[300:350] = False
     assert_right(logits, targets.int(), mask)
 
 
@@ -103,6 +100,16 @@ def test_confident_targets_keep_their_digits():
     targets = targets.clamp_min(0)
     logits[torch.arange(6), targets] = torch.tensor([20.0, 30, 40, 50, 60, 80], device="cuda")
     assert_right(logits, targets)
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [100.0, 5e3, 6.5e4, 3e5, 1e30, 1e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_any_size(dtype, size):
+    """Sums of 16-bit logits are computed in another way from 2^16 on."""
+    logits, targets = make(16, 32008, torch.float32)
+    most = min(3e38, torch.finfo(dtype).max)
+    assert_right((logits / 3 * size).clamp(-most, most).to(dtype), targets)
 
 
 @on_gpu
@@ -144,21 +151,52 @@ def test_in_place_and_twice_the_same_bits():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("v", [4096, 50257, 128256])
 @pytest.mark.parametrize("n", [1, 3, 700])
-def test_the_loss_in_two_launches(n, v, reduction):
-    """More rows than clusters, and fewer; the launch before is waited for, so stale memory would be seen."""
+def test_the_loss_in_three_launches(n, v, reduction):
+    """Each launch waits for what the one before it leaves: stale memory would be seen."""
     logits, targets = make(n, v, torch.bfloat16)
     mask = torch.arange(n, device="cuda") % 4 != 1
     options = LossOptions(reduction=reduction)
     exact, lse, dexact = reference_loss_and_gradient(logits, targets, mask, None, options)
     for _ in range(3):
         gradient = torch.full_like(logits, torch.nan)
-        torch.full((4 + n,), torch.nan, device="cuda")  # what the next allocation finds
+        torch.full((n,), torch.nan, device="cuda")  # what the next allocation finds
         loss, lses = cuda_loss.reduced_loss(logits, targets, mask, None, options, gradient)
         assert difference(loss, exact, relative=1e-6).ok
         valid = valid_positions(targets, mask, options.ignore_index)
         assert difference(lses, torch.where(valid, lse, 0), relative=1e-6, absolute=1e-6).ok
         allowed = dexact.abs().amax(1, keepdim=True) * 2**-8 + 1e-37
         assert ((gradient.double() - dexact).abs() <= allowed).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("v", [32000, 50257])
+def test_a_cuda_graph_replays_it_with_other_logits(v):
+    logits, targets = make(500, v, torch.bfloat16)
+    logits.requires_grad_()
+
+    def step():
+        logits.grad = None
+        loss = cross_entropy(logits, targets)
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    gradient = logits.grad
+    for seed in (1, 2):
+        with torch.no_grad():
+            logits.copy_(make(500, v, torch.bfloat16, seed)[0])
+            gradient.fill_(torch.nan)
+        graph.replay()
+        found = loss.clone(), gradient.clone()
+        again = step()
+        assert torch.equal(found[0], again) and torch.equal(found[1], logits.grad)
 
 
 @on_gpu

@@ -71,14 +71,6 @@ class Kernel:
                 f"{self._shared_bytes} bytes"
             )
 
-    def clusters_at_once(self, cluster: int) -> int:
-        """How many clusters run at the same time on the whole device; 0 where the driver does not say."""
-        config, found = self._config(cluster, 0, False), c_int()
-        size = _Attribute(4, 0, cluster, (c_int * 15)(1, 1))
-        config.attributes, config.number = pointer(size), 1
-        failed = self._driver.cuOccupancyMaxActiveClusters(byref(found), self._function, byref(config))
-        return 0 if failed else found.value
-
     def _config(self, ctas: int, stream: int, early: bool) -> _Launch:
         attributes = pointer(EARLY) if early else POINTER(_Attribute)()
         return _Launch(ctas, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, attributes, int(early))

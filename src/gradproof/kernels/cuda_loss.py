@@ -19,59 +19,50 @@ from gradproof.kernels.loss_options import LossOptions
 NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half"}
 ONE_CTA = 104 << 10  # bytes of a row that one CTA takes: two of them share a processor
 SHARE = {2: 36 << 10, 4: 72 << 10}  # of a longer row, what a CTA of a cluster takes, by the size of a logit
-PROCESSOR = 227 << 10  # bytes of shared memory
-REGISTERS = 64  # that a thread should have
 SHORT = 4096  # bytes of a row that Triton does as fast
 # the structs that the kernels take
-LOSS = struct.Struct("9P5id")
-COUNT = struct.Struct("3P3i")
+LOSS = struct.Struct("7P5id")
+COUNT = struct.Struct("3P3i0P")
+LOSSES = struct.Struct("3Pi0P")
 SCALING = struct.Struct("2Pq")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A row by `cluster` CTAs of `threads`, each of which takes `pieces` of 16 bytes, `group` at a time.
-
-    A thread has places for `ring` pieces, so that those of later rows are under way while it works on a row. A
-    cluster does up to `rows` rows, or as many as there are for it if that is 0.
-    """
+    """A row by `cluster` CTAs of `threads`, each of which keeps `pieces` of 16 bytes; a cluster does up to
+    `rows` rows, asking for the next while it works on one."""
 
     cluster: int
     threads: int
     pieces: int
-    ring: int
-    group: int = 4
-    rows: int = 0
+    rows: int
 
     @property
     def shared_bytes(self) -> int:
-        return 16 * self.threads * self.ring
-
-    @property
-    def ctas(self) -> int:
-        """Of a processor."""
-        exchanged = 24 * self.cluster * self.threads // 32 + 1100  # and what the GPU takes for itself
-        fit = PROCESSOR // (self.shared_bytes + exchanged)
-        return max(1, min(fit, 65536 // (REGISTERS * self.threads), 32))
+        return 16 * self.threads * self.pieces
 
 
 def plan_row(v: int, size: int, aligned: bool) -> Plan | None:
     """The fastest way measured on an H200 for rows of v logits of `size` bytes.
 
-    A row that is not aligned may start inside a piece, and is best kept by one CTA. As many CTAs as possible
-    should share a processor; then, as pieces that the row does not have cost as much as others, few of these.
+    A row that is not aligned may start inside a piece, and is best kept by one CTA. Pieces that the row does not
+    have cost as much as others, so that as many threads are taken as leave few of them.
     """
     total = -(-v * size // 16) + (not aligned)
     cluster = 1 if 16 * total <= (ONE_CTA if aligned else 2 * ONE_CTA) else _choose_cluster(16 * total, size)
     if not cluster:
         return None
-    threads = {pieces: -(-total // (32 * cluster * pieces)) * 32 for pieces in (20, 16, 12, 8, 4)}
-    plans = [Plan(cluster, number, pieces, pieces) for pieces, number in threads.items() if number <= 1024]
-    return max(plans, key=lambda plan: (plan.ctas, -plan.shared_bytes, plan.pieces))
+    plans = []
+    for pieces in (20, 16, 12, 8, 4):
+        threads = -(-total // (32 * cluster * pieces)) * 32
+        if threads <= 1024:
+            plans.append(Plan(cluster, threads, pieces, min(cluster, 4)))
+    least = min(plan.shared_bytes for plan in plans)
+    return next(plan for plan in plans if plan.shared_bytes <= 1.02 * least)
 
 
 def _choose_cluster(row: int, size: int) -> int | None:
-    """CTAs for a row of that many bytes."""
+    """CTAs for a row of that many bytes; clusters of 16 are the slowest to be placed."""
     shares = [
         (2, SHARE[size]),
         (4, SHARE[size]),
@@ -115,28 +106,31 @@ def reduced_loss(
     options: LossOptions,
     gradient: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """The mean or sum of the losses and the log-sum-exps, in two launches; None where the kernel does not do it.
+    """The mean or sum of the losses and the log-sum-exps, in three launches; None where they cannot be had.
 
-    The first counts the valid positions, while the second already loads logits.
+    The first finds the scale while the second already loads logits; the third adds up the losses.
     """
     plan = find_plan(x, gradient, weight, options) if targets.numel() else None
-    kernel = None if plan is None else _loss_kernel(plan, x, targets, mask, gradient, None)
-    count = _step_kernel("count_long" if targets.dtype == torch.int64 else "count_int", x.device)
-    if plan is None or kernel is None or count is None:
+    if plan is None:
         return None
-    rows = targets.numel()
+    rows, scale = targets.numel(), torch.empty((), dtype=torch.float64, device=x.device)
+    kernel = _loss_kernel(plan, x, targets, mask, gradient, scale)
+    count = _step_kernel("count_long" if targets.dtype == torch.int64 else "count_int", x.device)
+    add = _step_kernel("add_losses", x.device)
+    if kernel is None or count is None or add is None:
+        return None
     targets, mask = targets.contiguous(), _as_bytes(mask)
-    lses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    loss = torch.empty((), dtype=torch.float32, device=x.device)
-    shared = torch.empty(4 + rows, dtype=torch.float32, device=x.device)  # of the launches, and the losses
-    place, masks = shared.data_ptr(), 0 if mask is None else mask.data_ptr()
-    numbers = (rows, options.ignore_index, options.reduction == "mean")
+    masks = 0 if mask is None else mask.data_ptr()
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    lses, loss = torch.empty_like(losses), losses.new_empty(())
+    places = (targets.data_ptr(), masks, scale.data_ptr())
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        count.launch(1, COUNT.pack(targets.data_ptr(), masks, place, *numbers), stream)
-        results = (place + 16, lses.data_ptr(), loss.data_ptr(), place)
-        arguments = _pack(x, targets, masks, place, results, options, gradient)
-        kernel.launch(_ctas(kernel, plan, rows, x.device), arguments, stream, early=True)
+        count.launch(1, COUNT.pack(*places, rows, options.ignore_index, options.reduction == "mean"), stream)
+        arguments = _pack(x, places, losses, lses, options, gradient)
+        kernel.launch(_ctas(plan, rows), arguments, stream, early=True)
+        arguments = LOSSES.pack(losses.data_ptr(), scale.data_ptr(), loss.data_ptr(), rows)
+        add.launch(1, arguments, stream, early=True)
     return loss, lses
 
 
@@ -158,12 +152,10 @@ def losses_and_gradient(
     targets, mask = targets.contiguous(), _as_bytes(mask)
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
     lses = torch.empty_like(losses)
-    results = (losses.data_ptr(), lses.data_ptr(), 0, 0)
-    masks = 0 if mask is None else mask.data_ptr()
+    places = (targets.data_ptr(), 0 if mask is None else mask.data_ptr(), scale.data_ptr())
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        arguments = _pack(x, targets, masks, scale.data_ptr(), results, options, gradient)
-        kernel.launch(_ctas(kernel, plan, rows, x.device), arguments, stream)
+        kernel.launch(_ctas(plan, rows), _pack(x, places, losses, lses, options, gradient), stream)
     return losses, lses
 
 
@@ -191,35 +183,33 @@ def scale_entries(gradient: Tensor, scale: Tensor) -> bool:
 
 def _pack(
     x: Tensor,
-    targets: Tensor,
-    masks: int,
-    scale: int,
-    results: tuple[int, ...],
+    places: tuple[int, int, int],
+    losses: Tensor,
+    lses: Tensor,
     options: LossOptions,
     gradient: Tensor | None,
 ) -> bytes:
+    """The kernel's arguments; `places` are those of the targets, the mask and the scale."""
     out = x if gradient is None else gradient
-    places = (x.data_ptr(), out.data_ptr(), targets.data_ptr(), masks, scale, *results)
-    numbers = (x.shape[-1], targets.numel(), _row_stride(x), _row_stride(out), options.ignore_index)
-    return LOSS.pack(*places, *numbers, options.z_loss)
+    pointers = (x.data_ptr(), out.data_ptr(), *places, losses.data_ptr(), lses.data_ptr())
+    numbers = (x.shape[-1], losses.numel(), _row_stride(x), _row_stride(out), options.ignore_index)
+    return LOSS.pack(*pointers, *numbers, options.z_loss)
 
 
 def _loss_kernel(
-    plan: Plan, x: Tensor, targets: Tensor, mask: Tensor | None, gradient: Tensor | None, scale: Tensor | None
+    plan: Plan, x: Tensor, targets: Tensor, mask: Tensor | None, gradient: Tensor | None, scale: Tensor
 ) -> Kernel | None:
-    """The kernel for these tensors; without a scale it takes that of a mean or sum from the launch before."""
     entries, stride = 16 // x.element_size(), _row_stride(x) or 0
     return _compiled(
         plan,
         NAMES[x.dtype],
         NAMES[(x if gradient is None else gradient).dtype],
         "long long" if targets.dtype == torch.int64 else "int",
-        "float" if scale is not None and scale.dtype == torch.float32 else "double",
+        "double" if scale.dtype == torch.float64 else "float",
         stride % entries > 0 or x.shape[-1] % entries > 0,
         mask is not None,
-        scale is not None and scale.dim() > 0,
+        scale.dim() > 0,
         gradient is not None,
-        scale is None,
         x.device,
     )
 
@@ -235,7 +225,6 @@ def _compiled(
     has_mask: bool,
     per_row: bool,
     want: bool,
-    reduce: bool,
     device: torch.device,
 ) -> Kernel | None:
     macros = {
@@ -246,14 +235,10 @@ def _compiled(
         "CLUSTER": plan.cluster,
         "THREADS": plan.threads,
         "PIECES": plan.pieces,
-        "RING": plan.ring,
-        "GROUP": plan.group,
-        "CTAS": plan.ctas,
         "ODD": int(odd),
         "HAS_MASK": int(has_mask),
         "PER_ROW": int(per_row),
         "WANT": int(want),
-        "REDUCE": int(reduce),
     }
     name = "cross_entropy"
     return find_kernel(
@@ -265,20 +250,9 @@ def _step_kernel(name: str, device: torch.device) -> Kernel | None:
     return find_kernel("loss_steps.cu", name, (), 1024, 0, 1, device) if has_clusters(device) else None
 
 
-def _ctas(kernel: Kernel, plan: Plan, rows: int, device: torch.device) -> int:
-    """How many to launch: clusters for all rows that `plan.rows` leaves them, or those that run at once."""
-    most = -(-rows // plan.rows) if plan.rows else _at_once(kernel, plan, device)
-    return plan.cluster * min(rows, most)
-
-
-@cache
-def _at_once(kernel: Kernel, plan: Plan, device: torch.device) -> int:
-    """Clusters that run at the same time."""
-    found = 0
-    if plan.cluster > 1:
-        with torch.cuda.device(device):
-            found = kernel.clusters_at_once(plan.cluster)
-    return found or max(1, plan.ctas * processors(device) // plan.cluster)
+def _ctas(plan: Plan, rows: int) -> int:
+    """How many to launch: a cluster does several rows only where that leaves enough clusters."""
+    return plan.cluster * -(-rows // max(1, min(plan.rows, rows // 256)))
 
 
 @cache

@@ -3,38 +3,56 @@
 struct bf16 { unsigned short bits; };
 struct half { unsigned short bits; };
 
-// what cross_entropy.cu finds when it starts: the scale of a mean is 1 / valid positions, 1 where there are none
-struct Shared {
-    double scale;
-    int finished;
-};
-
 struct Count {
     const void* targets;
     const signed char* masks;
-    Shared* shared;
+    double* scale;
     int rows, ignore_index, mean;
 };
 
-// One CTA. The launch that needs it may start at once, and waits where it does.
+// The sum of a CTA's threads, for its first thread, in a fixed order.
+template <typename Number> __device__ Number add_threads(Number mine) {
+    __shared__ Number sums[32];
+    for (int i = 16; i; i /= 2) mine += __shfl_xor_sync(~0u, mine, i);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int i = 1; i < blockDim.x / 32; i++) mine += sums[i];
+    return mine;
+}
+
+// The scale of a mean: 1 / valid positions, 1 where there are none. One CTA; the launch that needs it may start at
+// once, and waits where it does.
 template <typename Target> __device__ void count(const Count& a) {
     asm volatile("griddepcontrol.launch_dependents;");
-    __shared__ int counts[32];
     const Target* targets = (const Target*)a.targets;
     int valid = 0;
     if (a.mean)
 #pragma unroll 8
         for (int i = threadIdx.x; i < a.rows; i += blockDim.x)
             valid += targets[i] != (Target)a.ignore_index && (!a.masks || a.masks[i]);
-    for (int i = 16; i; i /= 2) valid += __shfl_xor_sync(~0u, valid, i);
-    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = valid;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int i = 1; i < blockDim.x / 32; i++) valid += counts[i];
-    *a.shared = {valid ? 1. / valid : 1., 0};
+    valid = add_threads(valid);
+    if (threadIdx.x == 0) *a.scale = valid ? 1. / valid : 1.;
 }
 extern "C" __global__ void count_long(const __grid_constant__ Count a) { count<long long>(a); }
 extern "C" __global__ void count_int(const __grid_constant__ Count a) { count<int>(a); }
+
+struct Losses {
+    const float* losses;
+    const double* scale;
+    float* loss;
+    int rows;
+};
+
+// scale * sum of the losses, by one CTA that may be there before the launch that finds them has ended
+extern "C" __global__ void add_losses(const __grid_constant__ Losses a) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    double sum = 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < a.rows; i += blockDim.x) sum += __ldcg(a.losses + i);
+    sum = add_threads(sum);
+    if (threadIdx.x == 0) *a.loss = (float)(sum * *a.scale);
+}
 
 struct Scaling {
     uint4* gradient;
