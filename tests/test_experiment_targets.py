@@ -84,3 +84,26 @@ def test_shuffled_labels_are_suspected_late():
     (said,) = [v for v in do_targets_belong_to_inputs(late[0]) if v.id]
     assert said.id == "data-target-misaligned/targets-independent-of-inputs" and said.if_troubled
     assert not confirmed_ids(do_targets_belong_to_inputs, late[1])
+
+
+def test_labels_shuffled_before_training_are_suspected_though_every_row_is_its_own():
+    model, answers = nn.Linear(5, 1), (X.sum(1) > 0).float()
+
+    def say(labels):
+        memory = {}
+        for step in (30, 60, 100):
+            rows = torch.arange(step, step + 100)
+            loss = lambda rows=rows: F.binary_cross_entropy_with_logits(
+                model(X[rows]).squeeze(1), labels[rows]
+            )  # noqa: E731
+            evidence = evidence_of(model, loss, step=step, memory=memory)
+            found = list(do_targets_belong_to_inputs(evidence))
+        return {(v.verdict, v.id or v.about) for v in found}
+
+    torch.manual_seed(0)
+    own = "data-target-misaligned/rows-of-another-batch"
+    independent = "data-target-misaligned/targets-independent-of-inputs"
+    with torch.no_grad():
+        model.weight.zero_()
+    assert say(answers[torch.randperm(200)]) == {("excluded", own), ("confirmed", independent)}
+    assert say(answers) == {("excluded", own), ("excluded", independent)}

@@ -28,7 +28,8 @@ def do_targets_belong_to_inputs(evidence: Evidence) -> Iterator[Verdict]:
             verdict = judge(flow, comparison)
             if verdict is not None:
                 yield verdict
-                return
+                if verdict.id:
+                    return
     yield from do_neighbours_agree(evidence)
 
 
@@ -182,7 +183,7 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
 def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     """Similar samples should have similar targets; if not, and nothing is learned, suspect the pairs."""
     flow = evidence.flow
-    comparison = next((c for c in flow.comparisons if c.kind in ("class", "value")), None)
+    comparison = next((c for c in flow.comparisons if c.kind in ("class", "binary", "value")), None)
     slot = next((s for s in flow.inputs if evidence.slot(s).dtype.is_floating_point), None)
     if comparison is None or slot is None:
         return
@@ -198,7 +199,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
         kept["count"] += len(x)
     if kept["count"] < 60:
         return
-    share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind == "class")
+    share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind != "value")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
     if z > 5:
         yield excluded(f"{FAMILY}/targets-independent-of-inputs", text)
@@ -245,6 +246,8 @@ def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
         entropy = float(-(shares * shares.log()).sum())
         loss = float(-log_probs.gather(1, target.reshape(-1, 1).clamp(min=0)).mean())
         return 1 - loss / entropy if entropy > 0.1 else None
+    if "with_logits" in comparison.operation.name:
+        prediction = prediction.sigmoid()
     variance = float(target.double().var())
     if prediction.shape != target.shape or variance <= 0:
         return None
