@@ -77,7 +77,22 @@ class Variational(Two):
         return self.decoder(self.between(code)), code
 
 
-@pytest.mark.parametrize("between, warned", [(without_grad, True), (torch.tanh, False)])
+class ByHand(torch.autograd.Function):
+    """Its forward runs without gradient, and its backward leads back all the same."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0) ** 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 * ctx.saved_tensors[0].clamp(min=0)
+
+
+@pytest.mark.parametrize(
+    "between, warned", [(without_grad, True), (torch.tanh, False), (ByHand.apply, False)]
+)
 def test_code_sampled_without_gradient_is_warned_of(between, warned):
     model, x = Variational(between), torch.randn(8, 4)
 

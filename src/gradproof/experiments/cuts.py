@@ -210,7 +210,8 @@ def cut_between_modules(evidence: Evidence) -> Iterator[Verdict]:
             origin = operation.module
         broken = next((cut[s] for s in reads if s in cut), None)
         results = (*operation.makes, *operation.writes)
-        stops = operation.name == "detach" or not operation.grad_enabled
+        # inside a hand-written function nothing is followed: its own backward leads past
+        stops = operation.call is None and (operation.name == "detach" or not operation.grad_enabled)
         for slot in results:
             if not tape.slots[slot].dtype.is_floating_point:
                 continue

@@ -274,5 +274,7 @@ def replace_references(tree: Any, value: Callable[[Ref], Any]) -> Any:
 def line_of_def(code: CodeType) -> int:
     """The line with a function's name; Python counts from its first decorator."""
     first = code.co_firstlineno
-    named = (n for n in range(first, first + 8) if linecache.getline(code.co_filename, n).lstrip()[:4] == "def ")
+    named = (
+        n for n in range(first, first + 8) if linecache.getline(code.co_filename, n).lstrip()[:4] == "def "
+    )
     return next(named, first)
