@@ -93,9 +93,10 @@ def test_labels_shuffled_before_training_are_suspected_though_every_row_is_its_o
         memory = {}
         for step in (30, 60, 100):
             rows = torch.arange(step, step + 100)
-            loss = lambda rows=rows: F.binary_cross_entropy_with_logits(
-                model(X[rows]).squeeze(1), labels[rows]
-            )  # noqa: E731
+
+            def loss(rows=rows):
+                return F.binary_cross_entropy_with_logits(model(X[rows]).squeeze(1), labels[rows])
+
             evidence = evidence_of(model, loss, step=step, memory=memory)
             found = list(do_targets_belong_to_inputs(evidence))
         return {(v.verdict, v.id or v.about) for v in found}
