@@ -38,6 +38,7 @@ from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
+from gradproof.experiments.rounding import are_whole_numbers_kept
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
@@ -98,6 +99,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_units_respond,
     are_predictions_stuck,
     is_it_precision,
+    are_whole_numbers_kept,
     where_does_the_signal_go,
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
