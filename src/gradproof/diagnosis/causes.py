@@ -377,7 +377,7 @@ CAUSES = (
         "storage pointers and versions; the recorded step against its replay",
         "clone what is kept, and do not write into tensors that backward still needs",
         raised_by=("loss_not_improving",),
-        experiments=("do_two_things_share_memory", "is_the_gradient_right"),
+        experiments=("do_two_things_share_memory", "is_every_row_the_same", "is_the_gradient_right"),
     ),
     Cause(
         "optimizer-config",
