@@ -364,11 +364,23 @@ CAUSES = (
             ("keys", "make the keys fit (strip or add the prefix) and load with strict=True"),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
+            (
+                "average-too-slow",
+                "use a decay that fits the run's length (1 - 10 / steps), or let it rise: "
+                "min(decay, (1 + step) / (10 + step))",
+            ),
         ),
-        raised_by=("loads_itself", "keys_do_not_fit", "optimizer_not_restored", "optimizer_remade"),
+        raised_by=(
+            "loads_itself",
+            "keys_do_not_fit",
+            "optimizer_not_restored",
+            "optimizer_remade",
+            "average_too_slow",
+        ),
         experiments=(
             "does_the_optimizer_do_what_was_meant",
             "does_the_average_follow",
+            "how_slow_is_the_average",
         ),
     ),
     Cause(

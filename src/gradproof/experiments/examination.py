@@ -16,6 +16,7 @@ from gradproof.experiments.accumulation import do_micro_batches_add_up
 from gradproof.experiments.activation import does_the_output_fit_the_loss
 from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
@@ -106,6 +107,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
     does_the_average_follow,
+    how_slow_is_the_average,
 )
 
 

@@ -137,7 +137,7 @@ def appending_line(line: Line | None) -> Line | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
             kept = node.args[0] if node.args else None
-            if isinstance(node.func.value, ast.Name) and node.func.value.id in names:
-                if isinstance(kept, (ast.Name, ast.Tuple, ast.Attribute)):
-                    return Line(line.file, node.lineno, line.function)
+            listed = isinstance(node.func.value, ast.Name) and node.func.value.id in names
+            if listed and isinstance(kept, (ast.Name, ast.Tuple, ast.Attribute)):
+                return Line(line.file, node.lineno, line.function)
     return None
