@@ -130,6 +130,27 @@ def average_too_slow(run: Run) -> Iterator[Symptom]:
     yield Symptom("average_too_slow", level, text, None, average["where"], suspects)
 
 
+def stored_data_changed(run: Run) -> Iterator[Symptom]:
+    """A data set that is changed by being read, and again each time: the data drift away over the epochs.
+
+    Samples that are turned or mirrored in place stay what they are; that is only untidy.
+    """
+    for data in (facts(run, "data_sets") or {}).values():
+        changed, again = data["changed_again"], data["again"]
+        if changed < 8 or changed < 0.4 * again:
+            continue
+        harmless = data["reordered"] > 0.9 * changed or data["drift"] < 0.1
+        text = (
+            f"{data['class']}.__getitem__ changes what is stored: {changed} of {again} times that a sample was read "
+            f"again its numbers were others afterwards; after {data['reads']} reads they are "
+            f"{data['drift']:.2g} standard deviations away"
+        )
+        suspects = ("aliasing-or-inplace/stored-data-changed",)
+        where = f"{data['class']} ({data['line']})" if data["line"] else data["class"]
+        level = "warning" if harmless else "problem"
+        yield Symptom("stored_data_changed", level, text, None, where, suspects)
+
+
 def clip_misses(run: Run) -> Iterator[Symptom]:
     """A clip that was given other parameters than those that are stepped, or one tensor at a time."""
     clip = facts(run, "clip")
@@ -357,6 +378,7 @@ BOOKKEEPING = (
     loads_nothing,
     optimizer_state_lost,
     average_too_slow,
+    stored_data_changed,
     clip_misses,
     clip_sets_the_step,
     clip_of_infinity,

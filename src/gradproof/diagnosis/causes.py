@@ -388,7 +388,13 @@ CAUSES = (
         "two things share memory, or memory was changed under someone",
         "storage pointers and versions; the recorded step against its replay",
         "clone what is kept, and do not write into tensors that backward still needs",
-        raised_by=("loss_not_improving",),
+        (
+            (
+                "stored-data-changed",
+                "copy before changing: x = self.x[i].copy() (or .clone()), or x = x + noise in place of x += noise",
+            ),
+        ),
+        raised_by=("loss_not_improving", "stored_data_changed"),
         experiments=("do_two_things_share_memory", "is_every_row_the_same", "is_the_gradient_right"),
     ),
     Cause(
