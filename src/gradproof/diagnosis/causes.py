@@ -281,7 +281,7 @@ CAUSES = (
             ),
         ),
         raised_by=("nonfinite", "steps_skipped", "never_changed"),
-        experiments=("is_it_precision", "where_was_it_born"),
+        experiments=("is_it_precision", "are_whole_numbers_kept", "where_was_it_born"),
         intervention="float32",
     ),
     Cause(
@@ -364,11 +364,23 @@ CAUSES = (
             ("keys", "make the keys fit (strip or add the prefix) and load with strict=True"),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
+            (
+                "average-too-slow",
+                "use a decay that fits the run's length (1 - 10 / steps), or let it rise: "
+                "min(decay, (1 + step) / (10 + step))",
+            ),
         ),
-        raised_by=("loads_itself", "keys_do_not_fit", "optimizer_not_restored", "optimizer_remade"),
+        raised_by=(
+            "loads_itself",
+            "keys_do_not_fit",
+            "optimizer_not_restored",
+            "optimizer_remade",
+            "average_too_slow",
+        ),
         experiments=(
             "does_the_optimizer_do_what_was_meant",
             "does_the_average_follow",
+            "how_slow_is_the_average",
         ),
     ),
     Cause(
@@ -376,8 +388,14 @@ CAUSES = (
         "two things share memory, or memory was changed under someone",
         "storage pointers and versions; the recorded step against its replay",
         "clone what is kept, and do not write into tensors that backward still needs",
-        raised_by=("loss_not_improving",),
-        experiments=("do_two_things_share_memory", "is_the_gradient_right"),
+        (
+            (
+                "stored-data-changed",
+                "copy before changing: x = self.x[i].copy() (or .clone()), or x = x + noise in place of x += noise",
+            ),
+        ),
+        raised_by=("loss_not_improving", "stored_data_changed"),
+        experiments=("do_two_things_share_memory", "is_every_row_the_same", "is_the_gradient_right"),
     ),
     Cause(
         "optimizer-config",

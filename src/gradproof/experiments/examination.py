@@ -16,6 +16,7 @@ from gradproof.experiments.accumulation import do_micro_batches_add_up
 from gradproof.experiments.activation import does_the_output_fit_the_loss
 from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
@@ -34,11 +35,13 @@ from gradproof.experiments.normalisation import (
     is_it_normalised_over_features,
     is_rescaling_bounded,
 )
+from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
+from gradproof.experiments.rounding import are_whole_numbers_kept
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
@@ -65,6 +68,7 @@ GLANCES: tuple[Experiment, ...] = (
     do_batches_differ,
     do_the_players_disagree,
     is_it_in_train_mode,
+    is_every_row_the_same,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
@@ -99,11 +103,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_units_respond,
     are_predictions_stuck,
     is_it_precision,
+    are_whole_numbers_kept,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
     does_the_average_follow,
+    how_slow_is_the_average,
 )
 
 
