@@ -90,3 +90,15 @@ def test_a_buffer_of_positions_cast_with_the_model(half):
 def test_what_is_no_position_is_silent(data):
     model = nn.Linear(64, 1).bfloat16()
     assert not found(model, lambda: model(data.to(torch.bfloat16)).float().pow(2).mean())
+
+
+@pytest.mark.parametrize("start, id", [(1_700_000_000, {ID}), (0, set())])
+def test_seconds_since_an_epoch_in_float32(start, id):
+    model = nn.Linear(2, 1)
+    seconds = start + torch.randint(0, 20_000, (64,))
+
+    def loss():
+        phase = 6.2831853 * torch.frac(seconds.float()[:, None] / 180.0)
+        return model(torch.cat([phase.sin(), phase.cos()], 1)).pow(2).mean()
+
+    assert ids(found(model, loss), "problem") == id

@@ -1,4 +1,4 @@
-"""Are whole numbers kept? Positions, times and ids, counted before and after they are cast to half precision."""
+"""Are whole numbers kept? Positions, times and ids, counted before and after they are cast to too few digits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradproof.tape.operations import Operation
 from gradproof.tape.replay import replay_forward
 
 ID = "low-precision-error/whole-numbers"
-EXACT_UP_TO = {torch.float16: 2048, torch.bfloat16: 256}  # all whole numbers up to here
+EXACT_UP_TO = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}  # all whole numbers
 LONGEST = 1_000_000  # entries of a buffer that may be a range
 FEWEST = 2  # numbers that have become others
 WRONG = 0.1  # of a sine or cosine, whose whole range is 2
@@ -33,6 +33,7 @@ CARRIES = VIEWS | {
     "stack",
     "pow",
     "floor",
+    "frac",
     "unbind",
     "split",
 }
@@ -52,8 +53,6 @@ IDENTITIES = (
 
 def are_whole_numbers_kept(evidence: Evidence) -> Iterator[Verdict]:
     """Pixels from 0 to 255, masks and one-hot rows are exact; positions from 257 on are not."""
-    if not any(slot.dtype in EXACT_UP_TO for slot in evidence.tape.slots):
-        return
     for op, made, before in whole_numbers(evidence):
         dtype = evidence.slot(made).dtype
         columns = whole_columns(before, EXACT_UP_TO[dtype])
@@ -83,7 +82,7 @@ def are_whole_numbers_kept(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def whole_numbers(evidence: Evidence) -> Iterator[tuple[Operation, int, Tensor]]:
-    """(operation, numbers in half precision, the numbers before): casts of data, ranges counted in half precision."""
+    """(operation, numbers of few digits, the numbers before): casts of data, and ranges counted so."""
     flow = evidence.flow
     for leaf in evidence.tape.leaves():
         limit, count = EXACT_UP_TO.get(leaf.dtype, 0), math.prod(leaf.shape)
@@ -101,7 +100,7 @@ def whole_numbers(evidence: Evidence) -> Iterator[tuple[Operation, int, Tensor]]
         if op.name == "arange":
             numbers = [arg for arg in op.args if isinstance(arg, (int, float))]
             before = torch.arange(*numbers, dtype=torch.float64)
-        elif op.name == "_to_copy" and evidence.slot(op.reads[0]).dtype not in EXACT_UP_TO:
+        elif op.name == "_to_copy" and holds_more(evidence.slot(op.reads[0]).dtype, evidence.slot(made).dtype):
             found = flow.values([op.reads[0]]).get(op.reads[0])
             if found is None or found.is_complex() or found.dtype == torch.bool:
                 continue
@@ -109,6 +108,11 @@ def whole_numbers(evidence: Evidence) -> Iterator[tuple[Operation, int, Tensor]]
         else:
             continue
         yield op, made, before
+
+
+def holds_more(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether one dtype knows whole numbers that the other does not."""
+    return EXACT_UP_TO.get(dtype, 1 << 53) > EXACT_UP_TO[other]
 
 
 def whole_columns(values: Tensor, limit: int) -> Tensor:
