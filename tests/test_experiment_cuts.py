@@ -187,3 +187,18 @@ def test_codes_that_nothing_is_near_to():
         return (out - x).pow(2).mean() + F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
 
     assert not ids(verdicts(model, loss))
+
+
+def test_units_that_are_dead_here_and_asked_without_gradient_are_no_cut():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].weight[:4, 0] = -9.0  # never on for positive inputs, always for negative ones
+    now, then, picked = torch.rand(16, 4), -torch.rand(16, 4), torch.zeros(16, 1, dtype=torch.long)
+
+    def loss():
+        with torch.no_grad():
+            best = model(then).amax(1)
+        return F.mse_loss(model(now).gather(1, picked).squeeze(1), best)
+
+    assert not verdicts(model, loss, steps=3)

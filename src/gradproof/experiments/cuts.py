@@ -144,9 +144,12 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
     silent = evidence.memory.setdefault("silent rows", {})
     suspects: dict[str, Tensor] = {}
     chosen_from = {op.reads[0] for op in evidence.forward if op.name in CHOOSES_ROWS}
+    asked = {slot for op in evidence.forward if not op.grad_enabled and op.call is None for slot in op.reads}
     for name, parameter in named.items():
         if name in slots and slots[name].index in chosen_from:
             continue  # a table: rows that were not looked up have no gradient
+        if name in slots and slots[name].index in asked:
+            continue  # a pass without gradient beside the one with it: a target, an action
         if name not in slots or parameter.grad is None or parameter.dim() != 2 or parameter.grad.is_sparse:
             continue
         rows = (parameter.grad == 0).all(dim=1)

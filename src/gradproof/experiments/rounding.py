@@ -100,7 +100,9 @@ def whole_numbers(evidence: Evidence) -> Iterator[tuple[Operation, int, Tensor]]
         if op.name == "arange":
             numbers = [arg for arg in op.args if isinstance(arg, (int, float))]
             before = torch.arange(*numbers, dtype=torch.float64)
-        elif op.name == "_to_copy" and holds_more(evidence.slot(op.reads[0]).dtype, evidence.slot(made).dtype):
+        elif op.name == "_to_copy" and holds_more(
+            evidence.slot(op.reads[0]).dtype, evidence.slot(made).dtype
+        ):
             found = flow.values([op.reads[0]]).get(op.reads[0])
             if found is None or found.is_complex() or found.dtype == torch.bool:
                 continue
