@@ -35,6 +35,7 @@ from gradproof.experiments.normalisation import (
     is_rescaling_bounded,
 )
 from gradproof.experiments.one_row import is_every_row_the_same
+from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
@@ -68,6 +69,7 @@ GLANCES: tuple[Experiment, ...] = (
     do_the_players_disagree,
     is_it_in_train_mode,
     is_every_row_the_same,
+    is_one_side_augmented,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
