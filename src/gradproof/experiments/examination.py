@@ -20,6 +20,7 @@ from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.fillings import do_missing_entries_count
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
@@ -84,6 +85,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_attention_look,
     which_positions_count,
     is_the_mean_over_what_counts,
+    do_missing_entries_count,
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
     do_micro_batches_add_up,
