@@ -395,7 +395,12 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving", "stored_data_changed"),
-        experiments=("do_two_things_share_memory", "is_every_row_the_same", "is_the_gradient_right"),
+        experiments=(
+            "do_two_things_share_memory",
+            "is_every_row_the_same",
+            "do_stored_data_drift",
+            "is_the_gradient_right",
+        ),
     ),
     Cause(
         "optimizer-config",

@@ -19,6 +19,7 @@ from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.fillings import do_missing_entries_count
 from gradproof.experiments.future import does_it_see_the_future
@@ -71,6 +72,7 @@ GLANCES: tuple[Experiment, ...] = (
     is_it_in_train_mode,
     is_every_row_the_same,
     is_one_side_augmented,
+    do_stored_data_drift,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
