@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+import gradproof
 from gradproof.experiments.one_sided import ID, is_one_side_augmented
 
 
@@ -72,3 +74,34 @@ def test_turning_back_is_a_task():
 def test_a_label_stays_when_its_image_is_mirrored():
     model, labels = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), torch.arange(8) % 3
     assert not found(lambda x, y: (sometimes(TURNS[0], x), labels), model, F.cross_entropy)
+
+
+class Pictures(Dataset):
+    def __init__(self, both):
+        self.images, self.maps, self.both = torch.randn(40, 1, 8, 8), torch.zeros(40, 1, 8, 8), both
+        self.maps[:, :, 1:4, 1:3] = 1
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        image, map = self.images[i], self.maps[i]
+        if torch.rand(()) < 0.5:
+            image, map = image.flip(-1), map.flip(-1) if self.both else map
+        return image, map
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_what_a_loader_hands_out_twice(tmp_path, both):
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Pictures(both), batch_size=8, shuffle=True)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(4):
+            for image, map in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(image), map).backward()
+                optimizer.step()
+    causes = {c.id: c for c in gradproof.diagnose(tmp_path / "run").causes}
+    assert (ID in causes) is not both

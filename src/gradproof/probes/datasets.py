@@ -26,6 +26,8 @@ from gradproof.probes.session import Session
 FIRST_BATCHES = 8  # of each data set, whose samples are remembered
 MOST_ROWS = 256  # samples that are remembered
 MOST_READS = 2000  # of remembered samples, compared before and after
+MOST_PAIRS = 64  # samples that are compared with how they were first handed out
+MOST_HANDED_OUT = 4 << 20  # numbers in these
 MOST_NUMBERS = 1 << 20  # in one sample
 
 
@@ -43,6 +45,7 @@ def data_sets(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
         result = original(self, rows)
         with suppress(Exception), _disable_current_modes():
             reads.after()
+            reads.keep_maps(rows, result, session.facts.setdefault("_came_back", []))
             if reads.changed_again >= 2 * reads.described:
                 session.facts.setdefault("data_sets", {})[str(id(self.dataset))] = reads.describe()
         return result
@@ -65,6 +68,9 @@ class Reads:
         self.first: dict[int, np.ndarray] = {}  # what a sample held before it was first read
         self.last: dict[int, np.ndarray] = {}  # ... and after it was last read
         self.described = 1  # changes when that was last done
+        self.handed_out: dict[int, list[Tensor]] = {}
+        self.handed_out_numbers = 0
+        self.came_back = 0
         self._held: dict[int, list[np.ndarray]] = {}
 
     def before(self, rows: Any) -> None:
@@ -96,6 +102,22 @@ class Reads:
             self.changed_again += times > 1 and changed
             self.reordered += times > 1 and reordered
         self._held = {}
+
+    def keep_maps(self, rows: Any, batch: Any, came_back: list) -> None:
+        """Images and maps over them, as they were first handed out and as they came back: (then, now) into the list."""
+        batch = list(batch.values()) if isinstance(batch, dict) else batch
+        if self.came_back >= MOST_PAIRS or not isinstance(rows, list) or not isinstance(batch, (list, tuple)):
+            return
+        maps = [t for t in batch if isinstance(t, Tensor) and t.dim() >= 3 and len(t) == len(rows)]
+        if len(maps) != 2 or maps[0].shape[-2:] != maps[1].shape[-2:]:
+            return
+        for row, *pair in zip(rows, *maps, strict=True):
+            if row in self.handed_out and self.came_back < MOST_PAIRS:
+                self.came_back += 1
+                came_back.append((self.handed_out.pop(row), [t.clone() for t in pair]))
+            elif self.handed_out_numbers < MOST_HANDED_OUT and row not in self.handed_out:
+                self.handed_out[row] = [t.clone() for t in pair]
+                self.handed_out_numbers += sum(t.numel() for t in pair)
 
     def describe(self) -> dict[str, Any]:
         self.described = max(1, self.changed_again)
