@@ -26,7 +26,7 @@ def do_missing_entries_count(evidence: Evidence) -> Iterator[Verdict]:
     for comparison in evidence.flow.comparisons:
         if comparison.kind != "value":
             continue
-        target = evidence.values([comparison.target]).get(comparison.target)
+        target = evidence.flow.values([comparison.target]).get(comparison.target)
         found = None if target is None else find_filling(target.detach())
         if target is None or found is None:
             continue
