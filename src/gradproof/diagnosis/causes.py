@@ -194,7 +194,7 @@ CAUSES = (
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
         raised_by=("loss_not_improving",),
-        experiments=("do_targets_line_up", "do_targets_belong_to_inputs"),
+        experiments=("do_targets_line_up", "do_targets_belong_to_inputs", "is_one_side_augmented"),
     ),
     Cause(
         "loss-mask-error",
@@ -202,7 +202,7 @@ CAUSES = (
         "shares of positions, and the gradient on masked ones",
         "mask the padding, not the text; divide by the number of valid positions",
         raised_by=("loss_not_improving",),
-        experiments=("which_positions_count", "is_the_mean_over_what_counts"),
+        experiments=("which_positions_count", "is_the_mean_over_what_counts", "do_missing_entries_count"),
     ),
     Cause(
         "attention-mask-error",
@@ -395,7 +395,12 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving", "stored_data_changed"),
-        experiments=("do_two_things_share_memory", "is_every_row_the_same", "is_the_gradient_right"),
+        experiments=(
+            "do_two_things_share_memory",
+            "is_every_row_the_same",
+            "do_stored_data_drift",
+            "is_the_gradient_right",
+        ),
     ),
     Cause(
         "optimizer-config",

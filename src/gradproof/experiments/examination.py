@@ -19,8 +19,10 @@ from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.fillings import do_missing_entries_count
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
@@ -36,6 +38,7 @@ from gradproof.experiments.normalisation import (
     is_rescaling_bounded,
 )
 from gradproof.experiments.one_row import is_every_row_the_same
+from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
@@ -69,6 +72,8 @@ GLANCES: tuple[Experiment, ...] = (
     do_the_players_disagree,
     is_it_in_train_mode,
     is_every_row_the_same,
+    is_one_side_augmented,
+    do_stored_data_drift,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
@@ -83,6 +88,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_attention_look,
     which_positions_count,
     is_the_mean_over_what_counts,
+    do_missing_entries_count,
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
     do_micro_batches_add_up,

@@ -41,6 +41,8 @@ def is_every_row_the_same(evidence: Evidence) -> Iterator[Verdict]:
     slot = largest_input(evidence)
     if slot is None or len(seen) >= 4 * ENOUGH:
         return
+    if len(seen) >= ENOUGH and not any(is_repeated(rows) for rows in seen):
+        return  # such a list would have shown from the first batch on
     seen.append(look_at_rows(evidence, slot))
     recent = seen[-ENOUGH:]
     if len(recent) < ENOUGH or not all(is_repeated(rows) and rows.answers_differ for rows in recent):
@@ -78,15 +80,11 @@ def look_at_rows(evidence: Evidence, slot: int) -> Rows:
     rows = torch.cat([as_rows(found[s], count) for s in beside if s in found], 1)
     changes = (rows[1:] != rows[:-1]).any(1)
     starts = torch.cat([torch.zeros(1, dtype=torch.long), changes.cpu().nonzero().flatten() + 1])
-    lengths = torch.diff(starts, append=torch.tensor([count]))
-    return Rows(
-        count,
-        len(starts),
-        int(lengths.min()),
-        len(torch.unique(rows[starts.to(rows.device)], dim=0)),
-        tuple(rows[0, :64].tolist()),
-        do_answers_differ(evidence, beside, count, changes.cpu()),
-    )
+    shortest = int(torch.diff(starts, append=torch.tensor([count])).min())
+    suspicious = shortest >= LONG
+    distinct = len(torch.unique(rows[starts.to(rows.device)], dim=0)) if suspicious else len(starts)
+    differ = suspicious and do_answers_differ(evidence, beside, count, changes.cpu())
+    return Rows(count, len(starts), shortest, distinct, tuple(rows[0, :64].tolist()), differ)
 
 
 def as_rows(value: Tensor, count: int) -> Tensor:

@@ -10,6 +10,8 @@ import ast
 import bisect
 import inspect
 import textwrap
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -23,9 +25,12 @@ from torch.utils.data._utils import fetch
 
 from gradproof.probes.session import Session
 
+MOST_SETS = 8  # that are looked at
 FIRST_BATCHES = 8  # of each data set, whose samples are remembered
 MOST_ROWS = 256  # samples that are remembered
 MOST_READS = 2000  # of remembered samples, compared before and after
+MOST_PAIRS = 64  # samples that are compared with how they were first handed out
+MOST_HANDED_OUT = 4 << 20  # numbers in these
 MOST_NUMBERS = 1 << 20  # in one sample
 
 
@@ -37,25 +42,44 @@ def data_sets(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
     def fetch_batch(self: Any, rows: Any) -> Any:
         if not session.alive or torch.utils.data.get_worker_info() is not None:
             return original(self, rows)
-        reads = watched.setdefault(id(self.dataset), Reads(self.dataset))
+        began = time.perf_counter()
+        reads = None
         with suppress(Exception), _disable_current_modes():
-            reads.before(rows)
+            reads = reads_of(watched, self.dataset)
+            if reads is not None:
+                reads.before(self.dataset, rows)
+        session.own_seconds += time.perf_counter() - began
         result = original(self, rows)
+        began = time.perf_counter()
         with suppress(Exception), _disable_current_modes():
-            reads.after()
-            if reads.changed_again >= 2 * reads.described:
-                session.facts.setdefault("data_sets", {})[str(id(self.dataset))] = reads.describe()
+            if reads is not None:
+                reads.after(self.dataset)
+                reads.keep_maps(rows, result, session.facts.setdefault("_came_back", []))
+                if reads.changed_again >= 2 * reads.described:
+                    session.facts.setdefault("data_sets", {})[reads.name] = reads.describe(self.dataset)
+        session.own_seconds += time.perf_counter() - began
         return result
 
     fetch._MapDatasetFetcher.fetch = fetch_batch  # type: ignore[method-assign]
     stack.callback(setattr, fetch._MapDatasetFetcher, "fetch", original)
 
 
+def reads_of(watched: dict[int, Reads], data: Any) -> Reads | None:
+    """What is known of a data set, if it is one of the first few; it is not kept alive."""
+    known = watched.get(id(data))
+    if known is None or known.data() is not data:
+        if len(watched) >= MOST_SETS and known is None:
+            return None
+        known = watched[id(data)] = Reads(data, len(watched))
+    return known
+
+
 class Reads:
     """The reads of one data set's samples: how many, and which of them changed what is stored."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
+    def __init__(self, data: Any, number: int) -> None:
+        self.data = weakref.ref(data)
+        self.name = f"{type(data).__name__} {number}"
         self.batches = 0
         self.times: dict[int, int] = {}  # remembered samples, and how often each was read
         self.changed = 0
@@ -65,9 +89,12 @@ class Reads:
         self.first: dict[int, np.ndarray] = {}  # what a sample held before it was first read
         self.last: dict[int, np.ndarray] = {}  # ... and after it was last read
         self.described = 1  # changes when that was last done
+        self.handed_out: dict[int, list[Tensor]] = {}
+        self.handed_out_numbers = 0
+        self.came_back = 0
         self._held: dict[int, list[np.ndarray]] = {}
 
-    def before(self, rows: Any) -> None:
+    def before(self, data: Any, rows: Any) -> None:
         self._held = {}
         if self.again >= MOST_READS or (self.batches > FIRST_BATCHES and not self.changed):
             return
@@ -76,13 +103,13 @@ class Reads:
         for row in dict.fromkeys(rows):
             new = self.batches <= FIRST_BATCHES and len(self.times) < MOST_ROWS and row not in self.times
             if new or (row in self.times and self.again < MOST_READS):
-                stored = stored_numbers(self.data, row)
+                stored = stored_numbers(data, row)
                 if stored:
                     self._held[row] = stored
 
-    def after(self) -> None:
+    def after(self, data: Any) -> None:
         for row, held in self._held.items():
-            now = stored_numbers(self.data, row)
+            now = stored_numbers(data, row)
             times = self.times[row] = self.times.get(row, 0) + 1
             if [part.shape for part in now] != [part.shape for part in held]:
                 continue
@@ -97,12 +124,31 @@ class Reads:
             self.reordered += times > 1 and reordered
         self._held = {}
 
-    def describe(self) -> dict[str, Any]:
+    def keep_maps(self, rows: Any, batch: Any, came_back: list) -> None:
+        """Images and maps over them, as they were first handed out and as they came back: (then, now) into the list."""
+        if self.came_back >= MOST_PAIRS:
+            self.handed_out = {}
+            return
+        batch = list(batch.values()) if isinstance(batch, dict) else batch
+        if not isinstance(rows, list) or not isinstance(batch, (list, tuple)):
+            return
+        maps = [t for t in batch if isinstance(t, Tensor) and t.dim() >= 3 and len(t) == len(rows)]
+        if len(maps) != 2 or maps[0].shape[-2:] != maps[1].shape[-2:]:
+            return
+        for row, *pair in zip(rows, *maps, strict=True):
+            if row in self.handed_out and self.came_back < MOST_PAIRS:
+                self.came_back += 1
+                came_back.append((self.handed_out.pop(row), [t.clone() for t in pair]))
+            elif self.handed_out_numbers < MOST_HANDED_OUT and row not in self.handed_out:
+                self.handed_out[row] = [t.clone() for t in pair]
+                self.handed_out_numbers += sum(t.numel() for t in pair)
+
+    def describe(self, data: Any) -> dict[str, Any]:
         self.described = max(1, self.changed_again)
         rows = [row for row, times in self.times.items() if times > 1 and row in self.last]
         drift = [np.sqrt(np.mean((self.last[row] - self.first[row]) ** 2)) for row in rows]
         spread = np.std(np.concatenate([self.first[row] for row in rows]))
-        source = innermost(self.data, 0)[0]
+        source = innermost(data, 0)[0]
         return {
             "class": type(source).__name__,
             "line": writing_line(source),
