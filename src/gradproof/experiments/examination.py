@@ -22,6 +22,7 @@ from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.exploration import is_exploring_rewarded
 from gradproof.experiments.fillings import do_missing_entries_count
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
@@ -91,6 +92,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_missing_entries_count,
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
+    is_exploring_rewarded,
     do_micro_batches_add_up,
     are_numbers_of_a_fitting_size,
     where_does_the_loss_start,
