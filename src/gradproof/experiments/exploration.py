@@ -15,7 +15,7 @@ from gradproof.tape.replay import differentiate
 
 
 def is_exploring_rewarded(evidence: Evidence) -> Iterator[Verdict]:
-    """Beside a policy's gradient, an entropy belongs into the loss with a minus: what is minimised is never explored."""
+    """Beside a policy's gradient, an entropy belongs into the loss with a minus: minimised, it ends exploring."""
     if not policy_terms(evidence.flow):
         return
     products = entropies(evidence)
