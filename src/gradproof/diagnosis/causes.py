@@ -267,6 +267,7 @@ CAUSES = (
             "is_rescaling_bounded",
             "does_normalisation_help",
             "is_ones_own_norm_over_the_batch",
+            "is_one_value_normalised",
         ),
     ),
     Cause(

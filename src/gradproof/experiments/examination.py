@@ -47,6 +47,7 @@ from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
+from gradproof.experiments.single_values import is_one_value_normalised
 from gradproof.experiments.start import where_does_the_loss_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
@@ -98,6 +99,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_rescaling_bounded,
     is_it_normalised_over_features,
     is_ones_own_norm_over_the_batch,
+    is_one_value_normalised,
     is_attention_healthy,
     does_the_optimizer_do_what_was_meant,
     do_units_respond,
