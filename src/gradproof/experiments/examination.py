@@ -26,6 +26,7 @@ from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.leaks import has_validation_been_trained_on
+from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
@@ -76,6 +77,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_step_too_long_or_short,
     do_shapes_meet,
     does_the_output_fit_the_loss,
+    are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
     does_it_see_the_future,
