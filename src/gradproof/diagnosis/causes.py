@@ -218,7 +218,7 @@ CAUSES = (
         "the range of what goes into the loss",
         "cross_entropy and BCE-with-logits want raw logits; a regression wants no ReLU, tanh or sigmoid at its end",
         raised_by=("loss_not_improving", "loss_hardly_falling"),
-        experiments=("does_the_output_fit_the_loss",),
+        experiments=("does_the_output_fit_the_loss", "are_logarithms_where_they_are_wanted"),
     ),
     Cause(
         "loss-scale-or-sign",
@@ -267,6 +267,7 @@ CAUSES = (
             "is_rescaling_bounded",
             "does_normalisation_help",
             "is_ones_own_norm_over_the_batch",
+            "is_one_value_normalised",
         ),
     ),
     Cause(

@@ -29,6 +29,7 @@ from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.leaks import has_validation_been_trained_on
+from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
@@ -51,6 +52,7 @@ from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
+from gradproof.experiments.single_values import is_one_value_normalised
 from gradproof.experiments.start import where_does_the_loss_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
@@ -81,6 +83,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_step_too_long_or_short,
     do_shapes_meet,
     does_the_output_fit_the_loss,
+    are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
     does_it_see_the_future,
@@ -106,6 +109,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_rescaling_bounded,
     is_it_normalised_over_features,
     is_ones_own_norm_over_the_batch,
+    is_one_value_normalised,
     is_attention_healthy,
     does_the_optimizer_do_what_was_meant,
     do_units_respond,
