@@ -31,3 +31,11 @@ def loss_device(request, monkeypatch):
         monkeypatch.setattr(module, "backend_of", lambda x: backend)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns where a GPU gives inf
         yield "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def own_warnings_are_errors(monkeypatch):
+    """Where warnings are errors, gradproof prints its own instead of raising: a test that did not ask for one fails."""
+    from gradproof import errors
+
+    monkeypatch.setattr(errors, "print_instead", pytest.fail)

@@ -740,3 +740,12 @@ def test_overshooting_is_worth_a_warning_where_the_loss_has_leapt(written):
         Written(calm.path.parent / "leapt", loss=leapt).event("verdict", **facts).read()
     ).causes
     assert (found.family, found.level) == ("lr-too-high", "warning")
+
+
+@pytest.mark.parametrize("last, level", [(0.35, "note"), (0.65, "warning"), (1.3, "problem")])
+def test_a_loss_that_gives_back_some_of_what_it_has_learned(written, last, level):
+    curve = (
+        np.concatenate([np.linspace(1.0, 0.1, 12), np.linspace(0.1, last, 188)])
+        + 0.002 * np.tile(NOISE, 4)[:200]
+    )
+    assert level in {seen(written(loss=curve).read()).get(name) for name in ("loss_drifting", "loss_rising")}

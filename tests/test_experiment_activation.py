@@ -51,6 +51,19 @@ def test_a_mismatch_is_named(name):
     assert confirmed_ids(does_the_output_fit_the_loss, evidence) == [f"loss-activation-mismatch/{name}"]
 
 
+@pytest.mark.parametrize("end", [torch.tanh, torch.relu, F.softplus])
+def test_scores_of_a_yes_or_no_must_be_free(end):
+    model = nn.Linear(5, 4)
+    bad = evidence_of(model, lambda: F.binary_cross_entropy_with_logits(end(model(X)), YES))
+    assert confirmed_ids(does_the_output_fit_the_loss, bad) == ["loss-activation-mismatch/bounded-scores"]
+
+
+def test_a_relu_before_targets_that_are_all_one_is_no_limit():
+    model = nn.Linear(5, 4)
+    step = evidence_of(model, lambda: F.binary_cross_entropy_with_logits(model(X).relu(), torch.ones(16, 4)))
+    assert not confirmed_ids(does_the_output_fit_the_loss, step)
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_a_fitting_end_is_excluded(name):
     model = nn.Linear(5, 4)

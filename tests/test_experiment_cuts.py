@@ -77,7 +77,22 @@ class Variational(Two):
         return self.decoder(self.between(code)), code
 
 
-@pytest.mark.parametrize("between, warned", [(without_grad, True), (torch.tanh, False)])
+class ByHand(torch.autograd.Function):
+    """Its forward runs without gradient, and its backward leads back all the same."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0) ** 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2 * ctx.saved_tensors[0].clamp(min=0)
+
+
+@pytest.mark.parametrize(
+    "between, warned", [(without_grad, True), (torch.tanh, False), (ByHand.apply, False)]
+)
 def test_code_sampled_without_gradient_is_warned_of(between, warned):
     model, x = Variational(between), torch.randn(8, 4)
 
@@ -172,3 +187,18 @@ def test_codes_that_nothing_is_near_to():
         return (out - x).pow(2).mean() + F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
 
     assert not ids(verdicts(model, loss))
+
+
+def test_units_that_are_dead_here_and_asked_without_gradient_are_no_cut():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[0].weight[:4, 0] = -9.0  # never on for positive inputs, always for negative ones
+    now, then, picked = torch.rand(16, 4), -torch.rand(16, 4), torch.zeros(16, 1, dtype=torch.long)
+
+    def loss():
+        with torch.no_grad():
+            best = model(then).amax(1)
+        return F.mse_loss(model(now).gather(1, picked).squeeze(1), best)
+
+    assert not verdicts(model, loss, steps=3)

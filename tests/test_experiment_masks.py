@@ -9,7 +9,7 @@ from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
 from gradproof.experiments.attention import where_does_attention_look
-from gradproof.experiments.grids import find_grids
+from gradproof.experiments.grids import find_grids, find_padding
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 
 PAD, MASK, END, VOCABULARY, LENGTH, ROWS, WIDTH = 0, 1, 2, 15, 12, 16, 16
@@ -144,3 +144,11 @@ def test_a_mean_over_all_positions():
         evidence = evidence_of(model, lambda r=reduce: r((model(x) - y) ** 2))
         expected = ["loss-mask-error/mean-over-all"] if name in ("all", "filled") else []
         assert confirmed_ids(is_the_mean_over_what_counts, evidence) == expected, name
+
+
+def test_sorted_targets_are_not_padded():
+    rows = torch.randint(1, 9, (64, 5), generator=torch.Generator().manual_seed(0)).sort(1).values
+    assert find_padding(rows) is None and find_padding(rows.flip(1)) is None
+    rows[::2, 3:] = 9
+    rows[::4, 2:] = 9
+    assert find_padding(rows.roll(1, 0)[:, [1, 0, 2, 3, 4]]) == 9

@@ -36,6 +36,16 @@ def test_rates_of_body_and_head(body, head, found):
     assert (ids(said) == {"optimizer-config/groups-swapped"}) == found and (found or not ids(said))
 
 
+def test_of_two_optimizers_only_the_one_at_work_is_asked():
+    model, before = network(), network()
+    groups = [{"params": model[:4].parameters(), "lr": 0.3}, {"params": model[4].parameters(), "lr": 1e-5}]
+    pretraining, tuning = torch.optim.SGD(before.parameters(), lr=0.1), torch.optim.SGD(groups)
+    x = torch.randn(16, 4)
+    step = plain_step(model, tuning, lambda: (model(x) - x.sum(1, keepdim=True)).square().mean())
+    (found, *_) = examine(does_the_optimizer_do_what_was_meant, model, [pretraining, tuning], step)
+    assert found.id == "optimizer-config/groups-swapped" and not found.if_troubled
+
+
 @pytest.mark.parametrize("layer, found", [(2, True), (0, False), (4, False), (None, False)])
 def test_a_layer_frozen_between_trained_ones(layer, found):
     model = network()

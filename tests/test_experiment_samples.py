@@ -101,3 +101,19 @@ def test_couplings_that_are_meant():
         classify(Net(lambda h: graph @ h)),
     ):
         assert not confirmed_ids(are_samples_independent, evidence)
+
+
+def test_packed_sequences_lie_in_one_column():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru, self.out = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.out(self.gru(packed)[1][-1])
+
+    model, lengths = Packed(), torch.tensor([7, 5, 3, 6])
+    x, y = torch.randn(4, 7, 5), torch.tensor([0, 1, 2, 0])
+    evidence = evidence_of(model, lambda: F.cross_entropy(model(x, lengths), y))
+    assert not confirmed_ids(are_samples_independent, evidence)

@@ -5,7 +5,7 @@ from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.gradient import is_the_gradient_right
-from gradproof.experiments.step_length import falls_straight, is_the_step_too_long_or_short
+from gradproof.experiments.step_length import is_the_step_too_long_or_short, straight_until
 
 
 def regression(
@@ -57,9 +57,10 @@ def test_a_rate_that_crawls_only_at_first_is_warming_up():
 
 
 def test_an_objective_without_a_floor_falls_straight_and_proves_nothing():
-    assert falls_straight(1.0, {10.0: 0.999, 100.0: 0.99, 1000.0: 0.9})
-    assert not falls_straight(1.0, {10.0: 0.99, 100.0: 0.9, 1000.0: -0.1})
-    assert not falls_straight(1.0, {10.0: 0.99, 100.0: 0.95, 1000.0: 0.94})
+    assert straight_until(1.0, {10.0: 0.999, 100.0: 0.99, 1000.0: 0.9}) == 1000
+    assert straight_until(1.0, {10.0: 0.99, 100.0: 0.9, 1000.0: 1.5}) == 100
+    assert straight_until(1.0, {10.0: 0.99, 100.0: -0.1, 1000.0: -10.0}) == 0
+    assert straight_until(1.0, {10.0: 0.95, 100.0: 0.94, 1000.0: 0.93}) == 0
 
 
 class HalfBackward(torch.autograd.Function):

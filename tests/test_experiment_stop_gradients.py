@@ -137,3 +137,24 @@ def test_distillation(how):
 
     wrong = how in ("pulled", "soft labels")
     assert ids(verdicts(model, loss)) == ({"missing-stop-gradient/target"} if wrong else set())
+
+
+class Distiller(nn.Module):
+    """A model that computes its loss itself."""
+
+    def __init__(self, stopped):
+        super().__init__()
+        self.teacher, self.student, self.stopped = nn.Linear(4, 3), nn.Linear(4, 3), stopped
+
+    def forward(self, x):
+        wanted = self.teacher(x).softmax(1)
+        given = self.student(x).log_softmax(1)
+        return F.kl_div(given, wanted.detach() if self.stopped else wanted, reduction="batchmean")
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_loss_inside_of_the_model(stopped):
+    model, x = Distiller(stopped), torch.randn(6, 4)
+    trained = list(model.student.parameters()) if stopped else None
+    found = ids(verdicts(model, lambda: model(x), trained))
+    assert found == (set() if stopped else {"missing-stop-gradient/target"})

@@ -7,7 +7,8 @@ from torch import nn
 
 from gradproof.experiments.targets import agreement, do_targets_belong_to_inputs
 
-X, Y = torch.randn(200, 5), torch.arange(200) % 4
+X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(200) % 4
 
 
 def test_rows_of_another_batch():
@@ -84,3 +85,53 @@ def test_shuffled_labels_are_suspected_late():
     (said,) = [v for v in do_targets_belong_to_inputs(late[0]) if v.id]
     assert said.id == "data-target-misaligned/targets-independent-of-inputs" and said.if_troubled
     assert not confirmed_ids(do_targets_belong_to_inputs, late[1])
+
+
+def test_labels_shuffled_before_training_are_suspected_though_every_row_is_its_own():
+    model, answers = nn.Linear(5, 1), (X.sum(1) > 0).float()
+
+    def say(labels):
+        memory = {}
+        for step in (30, 60, 100):
+            rows = torch.arange(step, step + 100)
+
+            def loss(rows=rows):
+                return F.binary_cross_entropy_with_logits(model(X[rows]).squeeze(1), labels[rows])
+
+            evidence = evidence_of(model, loss, step=step, memory=memory)
+            found = list(do_targets_belong_to_inputs(evidence))
+        return {(v.verdict, v.id or v.about) for v in found}
+
+    torch.manual_seed(0)
+    own = "data-target-misaligned/rows-of-another-batch"
+    independent = "data-target-misaligned/targets-independent-of-inputs"
+    with torch.no_grad():
+        model.weight.zero_()
+    assert say(answers[torch.randperm(200)]) == {("excluded", own), ("confirmed", independent)}
+    assert say(answers) == {("excluded", own), ("excluded", independent)}
+
+
+def test_each_micro_batch_has_targets_of_its_own():
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    parts = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:90].split(30)
+
+    def loss(shift=0):
+        return sum(F.cross_entropy(model(X[rows]), Y[parts[k - shift]]) for k, rows in enumerate(parts))
+
+    assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, loss))
+    assert confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: loss(1))) == [
+        "data-target-misaligned/rows-of-another-batch"
+    ]
+
+
+def test_targets_that_a_network_computes_are_no_data():
+    model, teacher = nn.Linear(5, 1), nn.Linear(5, 1)
+    nn.init.zeros_(model.weight)
+    noise = torch.randn(200, 1, generator=torch.Generator().manual_seed(2))
+
+    def loss(bootstrapped):
+        target = noise + 0.001 * teacher(X).detach() if bootstrapped else noise
+        return F.mse_loss(model(X), target)
+
+    assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: loss(True), step=100))
+    assert confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: loss(False), step=100))

@@ -163,6 +163,23 @@ def test_micro_batches(divisor, ids):
     assert confirmed_ids(do_micro_batches_add_up, evidence) == ids
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_gradients_assigned_and_added(added):
+    model = nn.Linear(5, 3)
+    optimizer, parameters = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        optimizer.zero_grad()
+        for x, y in zip(X.split(5), CLASS.split(5), strict=True):
+            found = torch.autograd.grad(F.cross_entropy(model(x), y) / 4, parameters)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                old = parameter.grad if added else None
+                parameter.grad = gradient if old is None else old + gradient
+        optimizer.step()
+    evidence = Evidence(tape, 1, {"": model}, [optimizer], [1.0])
+    lost = [] if added else ["grad-accumulation-error/overwritten"]
+    assert confirmed_ids(do_micro_batches_add_up, evidence) == lost
+
+
 def test_a_closure_called_many_times_accumulates_nothing():
     model = nn.Linear(5, 3)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)

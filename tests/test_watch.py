@@ -14,6 +14,7 @@ import trainings
 from torch import nn
 
 import gradproof
+from gradproof import errors
 from gradproof.probes import ledger, modules, optimizer, parameters, session, tensors
 from gradproof.probes.schedule import Purse
 from gradproof.probes.watch import watch
@@ -129,6 +130,37 @@ def test_it_never_breaks_training(owner, name, tmp_path, monkeypatch):
         watched = train(trainings.mlp, tmp_path / "run", schedule="all steps 0-3; light every step")
     assert len(caught) == 1
     assert watched[0] == plain[0] and hooks_left() == before
+
+
+def test_where_warnings_are_errors_it_prints_instead_and_tapes_no_more(tmp_path, monkeypatch):
+    printed = []
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    plain = train(trainings.mlp)
+    monkeypatch.setattr(session.RunWriter, "write_step", broken)
+    monkeypatch.setattr(errors, "print_instead", printed.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watched = train(trainings.mlp, tmp_path / "run", experiments=True)
+    assert watched[0] == plain[0] and torch._C._len_torch_dispatch_stack() == 0
+    assert len(printed) == 1 and "planted" in printed[0]
+
+
+def test_a_training_in_float64_by_default(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        with watch(model, optimizer, out=tmp_path / "run", schedule="all every step"):
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(open_run(tmp_path / "run")) == 6
 
 
 def test_one_block_inside_another(tmp_path):

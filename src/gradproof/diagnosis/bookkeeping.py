@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -112,6 +113,51 @@ def optimizer_state_lost(run: Run) -> Iterator[Symptom]:
         level = "problem" if every <= 20 else "warning"
         suspects = ("weights-state-error/optimizer-remade",)
         yield Symptom("optimizer_remade", level, text, remade[0], states["remade_line"], suspects)
+
+
+def average_too_slow(run: Run) -> Iterator[Symptom]:
+    """Averaged weights that at the end of the run still are mostly those it began with.
+
+    A teacher or target network is a part of training, and may well be slow; one that nobody calls does no harm.
+    """
+    average = facts(run, "average")
+    if not average or average["in_training"] or len(run) < 20:
+        return
+    known = [(0, average["decays"][0][1]), *average["decays"], (len(run), 1.0)]
+    logs = [(after - before) * math.log(decay) for (before, decay), (after, _) in pairwise(known)]
+    held = math.exp(sum(logs))
+    called = (facts(run, "copies_called") or {}).get(str(average["shapes"]))
+    if held < 0.5 or (called and called["times"] > 0.3 * len(run)):
+        return
+    text = (
+        f"the average of {average['tensors']} weights (decay {known[-2][1]:.6g}) still is to {100 * held:.0f} % what "
+        f"the run began with, after {len(run)} steps"
+    )
+    text += f"; it is used at {called['line']}" if called else ""
+    level = "problem" if called else "note" if average["module"] else "warning"
+    suspects = ("weights-state-error/average-too-slow",)
+    yield Symptom("average_too_slow", level, text, None, average["where"], suspects)
+
+
+def stored_data_changed(run: Run) -> Iterator[Symptom]:
+    """A data set that is changed by being read, and again each time: the data drift away over the epochs.
+
+    Samples that are turned or mirrored in place stay what they are; that is only untidy.
+    """
+    for data in (facts(run, "data_sets") or {}).values():
+        changed, again = data["changed_again"], data["again"]
+        if changed < 8 or changed < 0.4 * again:
+            continue
+        harmless = data["reordered"] > 0.9 * changed or data["drift"] < 0.1
+        text = (
+            f"{data['class']}.__getitem__ changes what is stored: {changed} of {again} times that a sample was read "
+            f"again its numbers were others afterwards; after {data['reads']} reads they are "
+            f"{data['drift']:.2g} standard deviations away"
+        )
+        suspects = ("aliasing-or-inplace/stored-data-changed",)
+        where = f"{data['class']} ({data['line']})" if data["line"] else data["class"]
+        level = "warning" if harmless else "problem"
+        yield Symptom("stored_data_changed", level, text, None, where, suspects)
 
 
 def clip_misses(run: Run) -> Iterator[Symptom]:
@@ -340,6 +386,8 @@ BOOKKEEPING = (
     validates_in_train_mode,
     loads_nothing,
     optimizer_state_lost,
+    average_too_slow,
+    stored_data_changed,
     clip_misses,
     clip_sets_the_step,
     clip_of_infinity,

@@ -194,7 +194,7 @@ CAUSES = (
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
         raised_by=("loss_not_improving",),
-        experiments=("do_targets_line_up", "do_targets_belong_to_inputs"),
+        experiments=("do_targets_line_up", "do_targets_belong_to_inputs", "is_one_side_augmented"),
     ),
     Cause(
         "loss-mask-error",
@@ -202,7 +202,7 @@ CAUSES = (
         "shares of positions, and the gradient on masked ones",
         "mask the padding, not the text; divide by the number of valid positions",
         raised_by=("loss_not_improving",),
-        experiments=("which_positions_count", "is_the_mean_over_what_counts"),
+        experiments=("which_positions_count", "is_the_mean_over_what_counts", "do_missing_entries_count"),
     ),
     Cause(
         "attention-mask-error",
@@ -218,7 +218,7 @@ CAUSES = (
         "the range of what goes into the loss",
         "cross_entropy and BCE-with-logits want raw logits; a regression wants no ReLU, tanh or sigmoid at its end",
         raised_by=("loss_not_improving", "loss_hardly_falling"),
-        experiments=("does_the_output_fit_the_loss",),
+        experiments=("does_the_output_fit_the_loss", "are_logarithms_where_they_are_wanted"),
     ),
     Cause(
         "loss-scale-or-sign",
@@ -267,6 +267,7 @@ CAUSES = (
             "is_rescaling_bounded",
             "does_normalisation_help",
             "is_ones_own_norm_over_the_batch",
+            "is_one_value_normalised",
         ),
     ),
     Cause(
@@ -281,7 +282,7 @@ CAUSES = (
             ),
         ),
         raised_by=("nonfinite", "steps_skipped", "never_changed"),
-        experiments=("is_it_precision", "where_was_it_born"),
+        experiments=("is_it_precision", "are_whole_numbers_kept", "where_was_it_born"),
         intervention="float32",
     ),
     Cause(
@@ -364,11 +365,23 @@ CAUSES = (
             ("keys", "make the keys fit (strip or add the prefix) and load with strict=True"),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
+            (
+                "average-too-slow",
+                "use a decay that fits the run's length (1 - 10 / steps), or let it rise: "
+                "min(decay, (1 + step) / (10 + step))",
+            ),
         ),
-        raised_by=("loads_itself", "keys_do_not_fit", "optimizer_not_restored", "optimizer_remade"),
+        raised_by=(
+            "loads_itself",
+            "keys_do_not_fit",
+            "optimizer_not_restored",
+            "optimizer_remade",
+            "average_too_slow",
+        ),
         experiments=(
             "does_the_optimizer_do_what_was_meant",
             "does_the_average_follow",
+            "how_slow_is_the_average",
         ),
     ),
     Cause(
@@ -376,8 +389,19 @@ CAUSES = (
         "two things share memory, or memory was changed under someone",
         "storage pointers and versions; the recorded step against its replay",
         "clone what is kept, and do not write into tensors that backward still needs",
-        raised_by=("loss_not_improving",),
-        experiments=("do_two_things_share_memory", "is_the_gradient_right"),
+        (
+            (
+                "stored-data-changed",
+                "copy before changing: x = self.x[i].copy() (or .clone()), or x = x + noise in place of x += noise",
+            ),
+        ),
+        raised_by=("loss_not_improving", "stored_data_changed"),
+        experiments=(
+            "do_two_things_share_memory",
+            "is_every_row_the_same",
+            "do_stored_data_drift",
+            "is_the_gradient_right",
+        ),
     ),
     Cause(
         "optimizer-config",

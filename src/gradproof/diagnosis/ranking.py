@@ -34,6 +34,8 @@ PROOFS = (
     "warmup-never-ends",
     "multiplied",
     "ranks_differ",
+    "average_too_slow",
+    "stored_data_changed",
 )
 
 
@@ -225,6 +227,7 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
 def rank(findings: list[Finding]) -> tuple[Finding, ...]:
     """Gravest first, causes before what they explain, surest first, earliest first; one finding a family and place."""
     findings = [as_grave_as_short_steps(finding, findings) for finding in findings]
+    findings = [as_grave_as_overshooting(finding, findings) for finding in findings]
     best: dict[tuple[str, str | None], Finding] = {}
     for finding in sorted(findings, key=lambda finding: _weight(finding, findings)):
         best.setdefault((finding.family, finding.where), finding)
@@ -238,6 +241,7 @@ EXPLAINED_BY = {
         "loss-scale-or-sign",
         "grad-accumulation-error",
         "zero-grad-error",
+        "exploding-signal",
     ),
     "bad-init": ("input-or-target-scale", "loss-scale-or-sign"),
     "exploding-signal": (
@@ -259,6 +263,15 @@ def as_grave_as_short_steps(finding: Finding, others: list[Finding]) -> Finding:
     return replace(finding, level="problem") if short and finding.id in SHORTENS_STEPS else finding
 
 
+def as_grave_as_overshooting(finding: Finding, others: list[Finding]) -> Finding:
+    """A signal that explodes from the first steps on makes any step overshoot: it is no lesser matter than that."""
+    if finding.family != "exploding-signal" or finding.confidence != "proven" or finding.step is None:
+        return finding
+    later = [f for f in others if f.id == "lr-too-high/overshoot" and first(finding, f)]
+    level = min((f.level for f in (finding, *later)), key=LEVELS.index)
+    return replace(finding, level=level)
+
+
 def is_explained(finding: Finding, others: list[Finding]) -> bool:
     """Whether another finding, no less grave, is behind this one; any problem makes steps look too short."""
     graver = [
@@ -270,7 +283,17 @@ def is_explained(finding: Finding, others: list[Finding]) -> bool:
         return False  # measured from block to block, not seen to grow in training
     if finding.family == "lr-too-low":
         return any(f.family not in EXPLAINED_BY for f in graver)
+    # a signal explains the steps only where it exploded before they overshot
+    graver = [
+        f
+        for f in graver
+        if f.family != "exploding-signal" or (f.confidence == "proven" and first(f, finding))
+    ]
     return any(f.family in EXPLAINED_BY.get(finding.family, ()) for f in graver)
+
+
+def first(one: Finding, other: Finding) -> bool:
+    return one.step is not None and other.step is not None and one.step <= other.step
 
 
 def _weight(finding: Finding, others: list[Finding]) -> tuple[int, bool, int, float]:

@@ -143,6 +143,10 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
             name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
             if not several and (policy or is_an_objective(track.loss)):
                 name, level = "objective_rising", "note"
+            elif (
+                not several and found.last < 0.8 * found.start
+            ):  # it has learned, and gives some of that back
+                name, level = "loss_drifting", "note" if found.last < 0.5 * found.start else "warning"
             yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")

@@ -15,6 +15,10 @@ ADAPTIVE = ("Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "
 
 def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
     """k backwards from one line, each of a mean, have to be divided by k to be the mean of the whole batch."""
+    lost = gradients_lost(evidence)
+    if lost is not None:
+        yield lost
+        return
     calls = [call for call in evidence.tape.top_backwards if call.accumulates and len(call.roots) == 1]
     lines = {(call.line.file, call.line.number) for call in calls if call.line is not None}
     if len(calls) < 2 or len(lines) != 1 or any(type(o).__name__ == "LBFGS" for o in evidence.optimizers):
@@ -37,3 +41,24 @@ def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
             level="problem" if harmful else "warning",
             confidence="likely",
         )
+
+
+def gradients_lost(evidence: Evidence) -> Verdict | None:
+    """Several calls of autograd.grad from one line, of whose results only the last are ever used."""
+    tape, trained = evidence.tape, set(evidence.tape.stepped)
+    calls = [call for call in tape.top_backwards if call.inputs and not call.create_graph]
+    calls = [call for call in calls if call.line is not None and trained.issuperset(call.inputs or ())]
+    if len(calls) < 2 or len({call.line for call in calls}) != 1:
+        return None
+    read = {slot for operation in tape.operations for slot in operation.reads}
+    used = [any(slot in read for slot in call.results) for call in calls]
+    if any(used[:-1]) or not used[-1]:
+        return None
+    return confirmed(
+        f"{FAMILY}/overwritten",
+        f"{len(calls)} gradients are computed for a step, and only the last of them reaches the optimizer: .grad is "
+        "assigned, not added to",
+        where=place_of("", calls[0].line),
+        fix="p.grad = g if p.grad is None else p.grad + g",
+        lasting=True,
+    )

@@ -164,6 +164,30 @@ def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         yield confirmed(
             f"{FAMILY}/sigmoid-twice", line, where=_place(last, comparison), fix=fix, lasting=True
         )
+    elif last is not None and name in RANGES:
+        yield from of_limited_scores(flow, last, comparison)
+
+
+def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> Iterator[Verdict]:
+    """Scores that cannot be low enough for a no, or large enough for either: the best that each target can get."""
+    low, high = RANGES[last.name]
+    targets = flow.values([comparison.target]).get(comparison.target)
+    if targets is None or not targets.numel() or bool((targets < 0).any()) or bool((targets > 1).any()):
+        return
+    yes = float(targets.double().mean())
+    least = yes * math.log1p(math.exp(-high)) + (1 - yes) * math.log1p(math.exp(low))
+    if least < OUTSIDE:
+        return
+    name = last.name.strip("_")
+    bounds = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at {low:g} or above"
+    line = (
+        f"{name} keeps the scores {bounds}, their probabilities "
+        f"{'above' if math.isinf(high) else 'from'} {1 / (1 + math.exp(-low)):.2g}"
+        f"{'' if math.isinf(high) else f' to {1 / (1 + math.exp(-high)):.2g}'}: with {100 * yes:.0f} % of the targets "
+        f"being 1, the loss cannot fall below {least:.3g}"
+    )
+    fix = f"give binary_cross_entropy_with_logits the raw scores: remove the {name}"
+    yield confirmed(f"{FAMILY}/bounded-scores", line, where=_place(last, comparison), fix=fix, lasting=True)
 
 
 def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:

@@ -144,9 +144,12 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
     silent = evidence.memory.setdefault("silent rows", {})
     suspects: dict[str, Tensor] = {}
     chosen_from = {op.reads[0] for op in evidence.forward if op.name in CHOOSES_ROWS}
+    asked = {slot for op in evidence.forward if not op.grad_enabled and op.call is None for slot in op.reads}
     for name, parameter in named.items():
         if name in slots and slots[name].index in chosen_from:
             continue  # a table: rows that were not looked up have no gradient
+        if name in slots and slots[name].index in asked:
+            continue  # a pass without gradient beside the one with it: a target, an action
         if name not in slots or parameter.grad is None or parameter.dim() != 2 or parameter.grad.is_sparse:
             continue
         rows = (parameter.grad == 0).all(dim=1)
@@ -210,7 +213,8 @@ def cut_between_modules(evidence: Evidence) -> Iterator[Verdict]:
             origin = operation.module
         broken = next((cut[s] for s in reads if s in cut), None)
         results = (*operation.makes, *operation.writes)
-        stops = operation.name == "detach" or not operation.grad_enabled
+        # inside a hand-written function nothing is followed: its own backward leads past
+        stops = operation.call is None and (operation.name == "detach" or not operation.grad_enabled)
         for slot in results:
             if not tape.slots[slot].dtype.is_floating_point:
                 continue

@@ -16,15 +16,20 @@ from gradproof.experiments.accumulation import do_micro_batches_add_up
 from gradproof.experiments.activation import does_the_output_fit_the_loss
 from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
+from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
+from gradproof.experiments.exploration import is_exploring_rewarded
+from gradproof.experiments.fillings import do_missing_entries_count
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.leaks import has_validation_been_trained_on
+from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
@@ -34,16 +39,20 @@ from gradproof.experiments.normalisation import (
     is_it_normalised_over_features,
     is_rescaling_bounded,
 )
+from gradproof.experiments.one_row import is_every_row_the_same
+from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
+from gradproof.experiments.rounding import are_whole_numbers_kept
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
 from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
+from gradproof.experiments.single_values import is_one_value_normalised
 from gradproof.experiments.start import where_does_the_loss_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
@@ -65,12 +74,16 @@ GLANCES: tuple[Experiment, ...] = (
     do_batches_differ,
     do_the_players_disagree,
     is_it_in_train_mode,
+    is_every_row_the_same,
+    is_one_side_augmented,
+    do_stored_data_drift,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     do_shapes_meet,
     does_the_output_fit_the_loss,
+    are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
     does_it_see_the_future,
@@ -79,8 +92,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_attention_look,
     which_positions_count,
     is_the_mean_over_what_counts,
+    do_missing_entries_count,
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
+    is_exploring_rewarded,
     do_micro_batches_add_up,
     are_numbers_of_a_fitting_size,
     where_does_the_loss_start,
@@ -94,16 +109,19 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_rescaling_bounded,
     is_it_normalised_over_features,
     is_ones_own_norm_over_the_batch,
+    is_one_value_normalised,
     is_attention_healthy,
     does_the_optimizer_do_what_was_meant,
     do_units_respond,
     are_predictions_stuck,
     is_it_precision,
+    are_whole_numbers_kept,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
     does_the_average_follow,
+    how_slow_is_the_average,
 )
 
 

@@ -120,9 +120,15 @@ def _grid(
     return None
 
 
-def find_padding(rows: Tensor) -> int | None:
-    """The token that fills up the ends of rows of different lengths and stands nowhere else."""
-    for grid in (rows, rows.flip(1)):
+def find_padding(rows: Tensor, front: bool = True) -> int | None:
+    """The token that fills up the ends (or fronts) of rows of different lengths and stands nowhere else.
+
+    Rows that are sorted have their smallest or largest tokens there by nature.
+    """
+    steps = rows.diff(dim=1)
+    if bool((steps >= 0).all()) or bool((steps <= 0).all()):
+        return None
+    for grid in (rows, rows.flip(1))[: 1 + front]:
         pad = int(torch.mode(grid[:, -1]).values)
         is_pad = grid == pad
         trailing = is_pad.flip(1).long().cumprod(1).flip(1).bool()

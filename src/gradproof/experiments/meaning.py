@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.flow import VIEWS
-from gradproof.experiments.owners import is_copy, line_of_optimizer, named_parameters
+from gradproof.experiments.owners import at_work, is_copy, line_of_optimizer, named_parameters
 
 COUPLED = (
     "SGD",
@@ -26,6 +26,7 @@ COUPLED = (
 OUTWEIGHS = 3.0  # times the gradient
 TIMES = 3  # taped steps in which decay outweighs the loss
 APART = 10.0  # between the rates of first and last layers
+FAR_APART = 1000.0  # nobody means that
 EARLY = 3
 
 
@@ -69,8 +70,9 @@ def decay_leads(evidence: Evidence) -> Verdict | None:
 
 def rates_swapped(evidence: Evidence) -> Verdict | None:
     """The last layer learns ten times slower than the first: the other way round from fine-tuning."""
-    rates = {id(p): float(g["lr"]) for o in evidence.optimizers for g in o.param_groups for p in g["params"]}
-    if len(evidence.optimizers) != 1 or len(set(rates.values())) < 2:
+    optimizers = at_work(evidence)
+    rates = {id(p): float(g["lr"]) for o in optimizers for g in o.param_groups for p in g["params"]}
+    if len(optimizers) != 1 or len(set(rates.values())) < 2:
         return None
     named = named_parameters(evidence)
     weights = {slot.index: slot.name for slot in evidence.tape.parameters}
@@ -93,7 +95,7 @@ def rates_swapped(evidence: Evidence) -> Verdict | None:
         fix=f"swap them: {before:g} for {last}, {after:g} for {first}",
         level="warning",
         confidence="possible",
-        if_troubled=True,
+        if_troubled=after * FAR_APART > before,
     )
 
 

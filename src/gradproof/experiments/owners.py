@@ -62,10 +62,19 @@ def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def line_of_optimizer(evidence: Evidence) -> str:
-    """Where the optimizer was made; of several, the one that holds what another holds already."""
+    """Where the optimizer was made; of several, one that holds what another holds already, or one that stepped."""
     made: dict[int, str] = evidence.memory.get("facts", {}).get("_optimizers_made", {})
-    lines = [line for o in (*doubles(evidence), *evidence.optimizers) if (line := made.get(id(o), ""))]
-    return lines[0] if lines else ""
+    ordered = (*doubles(evidence), *at_work(evidence), *evidence.optimizers)
+    return next((line for o in ordered if (line := made.get(id(o), ""))), "")
+
+
+def at_work(evidence: Evidence) -> list[torch.optim.Optimizer]:
+    """The optimizers that stepped on this tape."""
+    named = named_parameters(evidence)
+    stepped = {id(named[name]) for s in evidence.tape.stepped if (name := evidence.slot(s).name) in named}
+    return [
+        o for o in evidence.optimizers if any(id(p) in stepped for g in o.param_groups for p in g["params"])
+    ]
 
 
 def doubles(evidence: Evidence) -> list[torch.optim.Optimizer]:

@@ -25,7 +25,7 @@ def which_positions_count(evidence: Evidence) -> Iterator[Verdict]:
             continue
         pad = find_padding(grid.tokens)
         if pad is None:
-            pad = find_padding(grid.targets)
+            pad = find_padding(grid.targets, front=False)
         counts = positions_that_count(grid)
         if counts is None or not bool(counts.any()):
             continue

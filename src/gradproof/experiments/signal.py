@@ -61,7 +61,11 @@ def find_chains(evidence: Evidence) -> list[Chain]:
     for name, links in stacks.items():
         slots = tuple(links.values())
         if len(links) >= FEWEST_BLOCKS and slots[-1] in reached_from(evidence, slots[0]):
-            chains.append(thin(Chain(name.split(":")[0].removesuffix(".*"), "blocks", tuple(links), slots)))
+            first = next(iter(links))
+            title = (
+                name.split(":")[0].removesuffix(".*").replace("*", f"{first} and its like", name[0] == "*")
+            )
+            chains.append(thin(Chain(title, "blocks", tuple(links), slots)))
     for path, found in sorted(calls.items(), key=lambda item: item[0].count(".")):
         if len(found) >= FEWEST_TIMES and found[-1] in reached_from(evidence, found[0]):
             chains.append(thin(Chain(path, "time steps", (path,) * len(found), tuple(found))))

@@ -74,13 +74,13 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         yield excluded(
             "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
         )
-    straight: list[bool] = evidence.memory.setdefault("straight probes", [])
+    straight: list[float] = evidence.memory.setdefault("straight probes", [])
     if 0 <= start - probe.losses[1.0] < 1e-3 * abs(start):
         losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR}
-        straight.append(falls_straight(start, losses))
+        straight.append(straight_until(start, losses))
         yield from is_far_better(evidence, start, losses)
     else:
-        straight.append(False)
+        straight.append(0.0)
 
 
 def say_what_is_summed(evidence: Evidence) -> list[str]:
@@ -100,10 +100,12 @@ def largest_lr(evidence: Evidence) -> float:
     return max(float(group["lr"]) for optimizer in evidence.optimizers for group in optimizer.param_groups)
 
 
-def falls_straight(start: float, losses: dict[float, float]) -> bool:
-    """Along a thousand times the step the loss falls as a line does, and to no impossible value."""
+def straight_until(start: float, losses: dict[float, float]) -> float:
+    """How many times the step can be followed while the loss falls as a line does, and to no impossible value."""
     falls = [start - losses[share] for share in FAR]
-    return losses[1000.0] >= 0 and 0 < 5 * falls[0] < falls[1] and 0 < 5 * falls[1] < falls[2]
+    if not (losses[100.0] >= 0 and 0 < 5 * falls[0] < falls[1]):
+        return 0.0
+    return 1000.0 if losses[1000.0] >= 0 and 5 * falls[1] < falls[2] else 100.0
 
 
 def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) -> Iterator[Verdict]:
@@ -120,9 +122,11 @@ def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) 
 
 
 def crawls_everywhere(evidence: Evidence) -> bool:
-    """No taped step, early or late, felt the loss's curvature at a thousand times its length, and half the loss or
-    more is left: a rate that warms up, is decayed, or suits a run near its end does not look so from first to last."""
+    """No taped step, early or late, felt the loss's curvature at a hundred times its length, and the loss has hardly
+    fallen; or at a thousand times, and half of it or more is left. A rate that warms up, is decayed, or suits a run
+    near its end does not look so from first to last."""
     straight, losses = evidence.memory["straight probes"], [x for x in evidence.losses if math.isfinite(x)]
-    if len(straight) < 4 or not all(straight) or len(losses) < 20:
+    if len(straight) < 4 or len(losses) < 20 or not sum(losses[:5]) > 0:
         return False
-    return sum(losses[-5:]) > 0.5 * sum(losses[:5]) > 0
+    left = sum(losses[-5:]) / sum(losses[:5])
+    return min(straight) >= (100.0 if left > 0.8 else 1000.0) and left > 0.5

@@ -32,7 +32,7 @@ class Side:
 
     layers: frozenset[str]
     passes: frozenset[int]  # the operations in which those layers were used
-    after: tuple[Operation, ...]  # operations outside of modules, up to the first inside of one
+    after: tuple[Operation, ...]  # operations of the loss, up to the first of a layer
 
     @property
     def is_return(self) -> bool:
@@ -92,7 +92,9 @@ def pulled_distribution(evidence: Evidence) -> Verdict | None:
     pairs: list[tuple[Operation, Side, Side]] = []
     for operation in evidence.forward:
         refs = [arg for arg in operation.args if isinstance(arg, Ref)]
-        if operation.name != "mul" or operation.module or len(refs) != 2 or not all(r.tracked for r in refs):
+        if operation.name != "mul" or len(refs) != 2 or not all(r.tracked for r in refs):
+            continue
+        if not in_the_loss(evidence, operation):
             continue
         makers = [through_views(evidence, ref.slot) for ref in refs]
         names = [maker.name if maker else "" for maker in makers]
@@ -108,7 +110,7 @@ def pulled_distribution(evidence: Evidence) -> Verdict | None:
 
 def compared_with_itself(evidence: Evidence) -> Verdict | None:
     """Prediction and target both carry gradient into the same layers, and one of them is clearly the target."""
-    loss = [op for op in evidence.forward if not op.module]
+    loss = [op for op in evidence.forward if in_the_loss(evidence, op)]
     if any(is_hinge(op) for op in loss):
         return None  # a margin between pairs wants both sides
     for operation in loss:
@@ -138,6 +140,11 @@ def compared_with_itself(evidence: Evidence) -> Verdict | None:
         if operation.name == "mul" and first.layers == second.layers:
             return verdict_of(operation, second, "the other view", level="warning")
     return None
+
+
+def in_the_loss(evidence: Evidence, operation: Operation) -> bool:
+    """Outside of all modules, or behind the last layer: some models compute their loss themselves."""
+    return not operation.module or not evidence.flow.tail.isdisjoint(operation.makes)
 
 
 def is_hinge(operation: Operation) -> bool:
@@ -184,7 +191,7 @@ def side_of(evidence: Evidence, slot: int) -> Side:
         if maker is None or current in seen:
             continue
         seen.add(current)
-        outside = outside and not maker.module
+        outside = outside and in_the_loss(evidence, maker)
         if outside:
             after.append(maker)
         if trained & set(maker.reads) and maker.module:
@@ -204,7 +211,9 @@ def pulled_baseline(evidence: Evidence) -> Verdict | None:
     """log p · (return − value) with a value that carries gradient: the policy's loss pulls on the critic."""
     for operation in evidence.forward:
         refs = [arg for arg in operation.args if isinstance(arg, Ref)]
-        if operation.name != "mul" or operation.module or len(refs) != 2 or not all(r.tracked for r in refs):
+        if operation.name != "mul" or len(refs) != 2 or not all(r.tracked for r in refs):
+            continue
+        if not in_the_loss(evidence, operation):
             continue
         for advantage, other in ((refs[1].slot, refs[0].slot), (refs[0].slot, refs[1].slot)):
             maker = through_views(evidence, advantage)

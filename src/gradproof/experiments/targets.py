@@ -28,7 +28,8 @@ def do_targets_belong_to_inputs(evidence: Evidence) -> Iterator[Verdict]:
             verdict = judge(flow, comparison)
             if verdict is not None:
                 yield verdict
-                return
+                if verdict.id:
+                    return
     yield from do_neighbours_agree(evidence)
 
 
@@ -66,7 +67,7 @@ def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:
 
 def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
     """From which row of its data each input and each target was taken: row numbers are sent the same way."""
-    for slot in flow.inputs:
+    for slot in inputs_of(flow, comparison):
         for first in _data_behind(flow, slot):
             for second in _data_behind(flow, comparison.target):
                 rows = flow.tape.slots[first].shape[0]
@@ -155,11 +156,12 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
     if comparison.kind != "value":
         return None
     target = comparison.target
-    found = flow.values([target, *flow.inputs])
+    inputs = inputs_of(flow, comparison)
+    found = flow.values([target, *inputs])
     wanted = found.get(target)
     if wanted is None or wanted.numel() < 8 or len(torch.unique(wanted)) < 8:
         return None
-    for slot in flow.inputs:
+    for slot in inputs:
         value = found.get(slot)
         if value is None or not value.is_floating_point() or value.dim() < 2:
             continue
@@ -182,9 +184,11 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
 def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     """Similar samples should have similar targets; if not, and nothing is learned, suspect the pairs."""
     flow = evidence.flow
-    comparison = next((c for c in flow.comparisons if c.kind in ("class", "value")), None)
-    slot = next((s for s in flow.inputs if evidence.slot(s).dtype.is_floating_point), None)
-    if comparison is None or slot is None:
+    comparison = next(iter(flow.comparisons), None)
+    if comparison is None or is_computed(evidence, comparison.target):
+        return
+    slot = next((s for s in inputs_of(flow, comparison) if evidence.slot(s).dtype.is_floating_point), None)
+    if slot is None:
         return
     found = flow.values([slot, comparison.target])
     x, y = found.get(slot), found.get(comparison.target)
@@ -198,7 +202,7 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
         kept["count"] += len(x)
     if kept["count"] < 60:
         return
-    share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind == "class")
+    share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind != "value")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
     if z > 5:
         yield excluded(f"{FAMILY}/targets-independent-of-inputs", text)
@@ -215,6 +219,30 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
                 if_troubled=True,
                 confidence="likely",
             )
+
+
+def inputs_of(flow: Flow, comparison: Comparison) -> list[int]:
+    """What this prediction was made from: a step may have several batches, each with targets of its own.
+
+    Batch norms hand statistics on from one pass to the next, so that a prediction depends on earlier batches, too.
+    """
+    behind = flow.ancestors(comparison.prediction)
+    found = [slot for slot in flow.inputs if slot in behind]
+    calls = [call for call in flow.tape.modules if not behind.isdisjoint(call.outputs)]
+    calls = [
+        call for call in calls if call.first <= comparison.operation.index and set(call.inputs) & set(found)
+    ]
+    if not calls:
+        return found
+    inside = [c for c in calls for o in calls if o is not c and o.first <= c.first and c.last <= o.last]
+    last = max((call for call in calls if call not in inside), key=lambda call: call.first, default=calls[0])
+    return [slot for slot in found if slot in last.inputs]
+
+
+def is_computed(evidence: Evidence, target: int) -> bool:
+    """By a network: a return that is estimated, or a teacher's answer, is not data."""
+    behind = evidence.flow.ancestors(target)
+    return any(slot.index in behind for slot in evidence.tape.parameters)
 
 
 def agreement(x: Tensor, y: Tensor, classes: bool) -> tuple[float, float, float]:
@@ -245,6 +273,8 @@ def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
         entropy = float(-(shares * shares.log()).sum())
         loss = float(-log_probs.gather(1, target.reshape(-1, 1).clamp(min=0)).mean())
         return 1 - loss / entropy if entropy > 0.1 else None
+    if "with_logits" in comparison.operation.name:
+        prediction = prediction.sigmoid()
     variance = float(target.double().var())
     if prediction.shape != target.shape or variance <= 0:
         return None

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradproof.probes.datasets import data_sets
 from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.session import Session
@@ -283,6 +284,7 @@ LISTENERS = (
     grad_scalers,
     schedulers,
     epochs,
+    data_sets,
     compilation,
     evals,
     without_gradient,

@@ -6,6 +6,7 @@ A global module hook is there only inside `no_grad` and `inference_mode` blocks:
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -22,6 +23,7 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 MOST_EVALUATIONS = 4  # places of the script that evaluate, whose first samples are kept
 MOST_SAMPLES = 500
 MOST_NUMBERS = 4_000_000
+MOST_COPIES = 100  # modules outside of what trains
 MOST_STEPS = 2000  # step numbers that are kept of each kind
 
 
@@ -79,6 +81,9 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
         if session.taping is not None and args and session.names.is_outermost(module):
             with suppress(Exception):
                 _keep_evaluated(session, module, args[0])
+        if len(module._modules) and session.names.of_module(module) is None and not torch.is_grad_enabled():
+            with suppress(Exception):
+                _note_copy(session, module)
         if (isinstance(module, DROPOUTS) and module.p > 0) or isinstance(module, BATCH_NORMS):
             name = session.names.of_module(module)
             if name is None or torch.is_grad_enabled():
@@ -110,6 +115,24 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
         nn.functional.dropout = functional
 
     return end
+
+
+def _note_copy(session: Session, module: nn.Module) -> None:
+    """A model that is no part of what trains, called without gradient: by the shapes of its parameters, and where."""
+    known = session.facts.setdefault("_foreign", {})
+    if id(module) not in known:
+        if len(known) >= MOST_COPIES:
+            return
+        shapes = sorted(tuple(p.shape) for p in module.parameters())
+        known[id(module)] = (module, str(zlib.crc32(repr(shapes).encode())) if len(shapes) > 1 else "")
+    key = known[id(module)][1]
+    seen = session.facts.setdefault("copies_called", {})
+    if key in seen:
+        facts = seen[key]
+        facts["times"] += facts["step"] != session.step
+        facts["step"] = session.step
+    elif key:
+        seen[key] = {"times": 1, "step": session.step, "line": _line_outside_forward()}
 
 
 def _keep_evaluated(session: Session, module: nn.Module, batch: Any) -> None:

@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gradproof.errors import warn
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
 from gradproof.probes.again import Calls
@@ -555,6 +555,8 @@ class Session:
         self.failure = f"{type(error).__name__}: {error}"
         self._outputs.detach()
         self._calls.detach()
+        if self.taping is not None:
+            self.taping.stop()
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -562,7 +564,7 @@ class Session:
             f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
         )
         self.writer.write_event("watching_failed", step=self.step, error=self.failure, place=place.strip())
-        warnings.warn(
+        warn(
             f"gradproof stopped watching at step {self.step} ({self.failure}{place}); training goes on untouched",
             stacklevel=4,
         )

@@ -153,7 +153,7 @@ def sample(tensors: Iterable[Tensor]) -> Tensor:
     if len({view.dtype for view in views}) > 1:
         views = [view.to(torch.float32) for view in views]
     picked = torch.cat(views).to(torch.float32)
-    rows = torch.full((len(views), SAMPLE), float("nan"), device=picked.device)
+    rows = torch.full((len(views), SAMPLE), float("nan"), dtype=torch.float32, device=picked.device)
     places = _places(tuple(view.numel() for view in views), picked.device)
     return rows.view(-1).index_copy_(0, places, picked).view(len(views), SAMPLE)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from gradproof.errors import warn
 from gradproof.record.run import Run
 from gradproof.record.schema import PERCENTILES, STEP_COLUMNS, TEXT_COLUMNS
 
@@ -52,7 +52,7 @@ class Sinks:
                 self.listening.remove(sink)
                 name = type(sink).__name__
                 reason = f"{type(error).__name__}: {error}"
-                warnings.warn(f"gradproof: {name} failed ({reason}); the run itself goes on", stacklevel=5)
+                warn(f"gradproof: {name} failed ({reason}); the run itself goes on", stacklevel=5)
 
 
 def charted(row: Mapping[str, Any]) -> dict[str, float]:

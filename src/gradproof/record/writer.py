@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gradproof.errors import warn
 from gradproof.record.schema import (
     EVENTS_FILE,
     FORMAT,
@@ -127,7 +127,7 @@ class RunWriter:
 
     def _give_up(self, error: OSError) -> None:
         self.broken = str(error)
-        warnings.warn(
+        warn(
             f"gradproof cannot write to {self.path} ({error}); training goes on, the record ends here",
             stacklevel=3,
         )

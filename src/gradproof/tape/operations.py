@@ -5,9 +5,11 @@ A slot stands for one tensor of the step. It holds no values: those come back by
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +129,7 @@ class FunctionCall:
         code = getattr(getattr(self.cls, "backward", None), "__code__", None)
         if code is None:
             return self.line or Line("?", 0, "backward")
-        return Line(code.co_filename, code.co_firstlineno, "backward")
+        return Line(code.co_filename, line_of_def(code), "backward")
 
     @property
     def inputs(self) -> list[int]:
@@ -267,3 +269,12 @@ def replace_references(tree: Any, value: Callable[[Ref], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: replace_references(part, value) for key, part in tree.items()}
     return tree
+
+
+def line_of_def(code: CodeType) -> int:
+    """The line with a function's name; Python counts from its first decorator."""
+    first = code.co_firstlineno
+    named = (
+        n for n in range(first, first + 8) if linecache.getline(code.co_filename, n).lstrip()[:4] == "def "
+    )
+    return next(named, first)

@@ -1,0 +1,104 @@
+"""Averages too slow for their run, in all the ways they are written; and teachers, warm-ups and fitting decays."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from taped_trainings import examine, plain_step
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import gradproof
+from gradproof.experiments.averages import how_slow_is_the_average
+
+ID = "weights-state-error/average-too-slow"
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def lerp(slow, fast, decay):
+    slow.lerp_(fast, 1 - decay)
+
+
+def in_two_steps(slow, fast, decay):
+    slow.mul_(decay).add_(fast, alpha=1 - decay)
+
+
+def copied(slow, fast, decay):
+    slow.copy_(decay * slow + (1 - decay) * fast)
+
+
+@pytest.mark.parametrize("way", [lerp, in_two_steps, copied])
+def test_the_decay_is_read_from_the_operations(way):
+    model, x, memory = net(), torch.randn(8, 4), {}
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train = plain_step(model, optimizer, lambda: model(x).pow(2).mean())
+
+    def step():
+        loss = train()
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                way(slow, fast, 0.99)
+        return loss
+
+    examine(how_slow_is_the_average, model, optimizer, step, steps=2, memory=memory)
+    facts = memory["facts"]["average"]
+    assert facts["tensors"] == 4 and facts["module"] and not facts["in_training"]
+    assert [decay for _, decay in facts["decays"]] == pytest.approx([0.99, 0.99])
+
+
+def train(tmp_path, decay, teaches=False, evaluates=True, averaged=None):
+    torch.manual_seed(0)
+    model = net()
+    average = copy.deepcopy(model).requires_grad_(False) if averaged is None else averaged(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.randn(64, 4)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for number in range(60):
+            loss = F.mse_loss(model(x), x[:, :1] - x[:, 1:2])
+            if teaches:
+                with torch.no_grad():
+                    taught = average(x)
+                loss = loss + F.mse_loss(model(x), taught)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            now = decay(number) if callable(decay) else decay
+            if averaged is not None:
+                average.update_parameters(model)
+            else:
+                with torch.no_grad():
+                    for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                        slow.mul_(now).add_(fast, alpha=1 - now)
+        if evaluates:
+            with torch.no_grad():
+                average(x)
+    return {c.id: c.level for c in gradproof.diagnose(tmp_path / "run").causes}
+
+
+def test_an_average_too_slow_for_its_run(tmp_path):
+    assert train(tmp_path, 0.9999).get(ID) == "problem"
+
+
+def test_torchs_own_averaged_model(tmp_path):
+    def averaged(model):
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
+
+    assert train(tmp_path, 0.9999, averaged=averaged).get(ID) == "problem"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"decay": 0.9},
+        {"decay": lambda number: min(0.9999, (1 + number) / (10 + number))},
+        {"decay": 0.9999, "teaches": True},
+        {"decay": 0.9999, "evaluates": False},
+    ],
+)
+def test_fitting_averages_teachers_and_unused_ones_are_no_problem(tmp_path, how):
+    assert train(tmp_path, **how).get(ID) in (None, "note")
