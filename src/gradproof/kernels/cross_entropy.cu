@@ -7,8 +7,7 @@
 // entries of the neighbouring rows that a row which starts or ends inside a piece brings along.
 //
 // Compiled by cuda_loss.py with: Logit, Gradient (float, bf16, half as types below), Target, Scale, CLUSTER, THREADS,
-// PIECES (of a thread), ODD (rows start or end inside a piece), HAS_MASK, PER_ROW (a scale for each row), WANT (the
-// gradient).
+// PIECES (of a thread), HAS_MASK, PER_ROW (a scale for each row), WANT (the gradient).
 
 struct bf16 { unsigned short bits; };
 struct half { unsigned short bits; };
@@ -16,7 +15,7 @@ struct half { unsigned short bits; };
 constexpr int WARPS = THREADS / 32;
 constexpr int SUMS = CLUSTER * WARPS;         // exchanged for a row
 constexpr int ENTRIES = 16 / sizeof(Logit);   // of a piece
-constexpr bool SHORT = sizeof(Gradient) == 2, QUICK = sizeof(Logit) == 2;
+constexpr bool SHORT = sizeof(Gradient) == 2;
 constexpr int GROUP = 4;                      // pieces a thread looks at together
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -76,19 +75,14 @@ template <typename Short> __device__ void store_one(Short* out, float dx, unsign
     out->bits = pack(dx, 0, Short()) ^ flip;
 }
 
-// Written soon where the ends of rows, which are written entry by entry, share memory with those of other rows.
-template <typename Words> __device__ void store(Words* out, Words words) {
-    if (ODD) __stcs(out, words);
-    else *out = words;
-}
 __device__ void store_piece(float* out, const float* dx, unsigned) {
-    for (int i = 0; i < ENTRIES; i += 4) store((float4*)(out + i), make_float4(dx[i], dx[i + 1], dx[i + 2], dx[i + 3]));
+    for (int i = 0; i < ENTRIES; i += 4) __stcs((float4*)(out + i), make_float4(dx[i], dx[i + 1], dx[i + 2], dx[i + 3]));
 }
 template <typename Short> __device__ void store_piece(Short* out, const float* dx, unsigned flip) {
     unsigned words[ENTRIES / 2];
     for (int i = 0; i < ENTRIES / 2; i++) words[i] = pack(dx[2 * i], dx[2 * i + 1], Short()) ^ flip;
-    if constexpr (ENTRIES == 8) store((uint4*)out, make_uint4(words[0], words[1], words[2], words[3]));
-    else store((uint2*)out, make_uint2(words[0], words[1]));
+    if constexpr (ENTRIES == 8) __stcs((uint4*)out, make_uint4(words[0], words[1], words[2], words[3]));
+    else __stcs((uint2*)out, make_uint2(words[0], words[1]));
 }
 
 __device__ float exp2_quick(float x) {
@@ -97,33 +91,14 @@ __device__ float exp2_quick(float x) {
     return y;
 }
 
-// exp(x - largest) for the x of a thread, whose largest may grow. Of 16-bit logits it is 2^(slope * x - offset): one
-// instruction less, and what the rounding of offset adds to every exponent is taken out of their sum. From 2^16 on they
-// differ by 256 or more, so that any slope does. Of float32 logits the rounding of u * log2(e) is put back each time.
-struct Powers {
-    float largest = -INF, slope = QUICK ? LOG2E : 1, offset = 0;
-    // to a new largest; what the sum so far is to be multiplied by
-    __device__ float raise(float most) {
-        const bool far = largest == -INF || (QUICK && fabsf(largest) < 65536 != fabsf(most) < 65536);
-        const float before = offset;
-        largest = most;
-        if (QUICK) slope = fabsf(most) < 65536 ? LOG2E : 1;
-        offset = slope * most;
-        return far ? 0.f : QUICK ? exp2f(before - offset) : expf(before - offset);
-    }
-    __device__ float operator()(float x) const {
-        if (QUICK) return exp2_quick(fmaf(x, slope, -offset));
-        const float u = x - offset, z = u * LOG2E, e = exp2_quick(z);
-        const float lost = u == -INF ? 0.f : fmaf(u, LOG2E, -z);
-        return fmaf(e * LN2, lost, e);
-    }
-    // a sum of these as one of exp(x - largest)
-    __device__ double correct(double sum) const {
-        if (!QUICK || largest == -INF) return sum;
-        const double u = fmaf(largest, slope, -offset) * (double)LN2;
-        return sum * (1 - u + u * u / 2);
-    }
-};
+// exp(u) for u <= 0. Of 16-bit logits the rounding of u * log2(e) is far below their own; of float32 it is put back.
+__device__ float exp_below(float u) {
+    const float z = u * LOG2E;
+    const float e = exp2_quick(z);
+    if constexpr (sizeof(Logit) == 2) return e;
+    const float lost = z == -INF ? 0.f : fmaf(u, LOG2E, -z);
+    return fmaf(e * LN2, lost, e);
+}
 
 // times * exp(x - largest). For a 16-bit gradient, |times| goes into the exponent, which loses 2e-6, a thousandth of
 // its rounding; the sign of times is `flip`, put onto pairs of entries.
@@ -270,8 +245,7 @@ cross_entropy(const __grid_constant__ Arguments a) {
         const int with_tail = row.whole < row.pieces ? slot_of(row.whole) : -1;
 
         // the largest and the compensated sum of exponentials of this thread's pieces
-        Powers powers;
-        float sum = 0, lost = 0;
+        float largest = -INF, sum = 0, lost = 0;
 #pragma unroll 1
         for (int k = 0; k < PIECES; k += GROUP) {
             wait_for((PIECES - k) / GROUP - 1);
@@ -293,16 +267,18 @@ cross_entropy(const __grid_constant__ Arguments a) {
             float most = x[0][0];
 #pragma unroll
             for (int i = 1; i < ENTRIES; i++) most = fmaxf(most, x[0][i]);
-            if (most > powers.largest) {
-                const float times = powers.raise(most);
+            if (most > largest) {
+                const float times = largest == -INF ? 0.f : expf(largest - most);
                 sum *= times;
                 lost *= times;
+                largest = most;
             }
+            const float below = largest == -INF ? 0.f : largest;
 #pragma unroll
             for (int j = 0; j < GROUP; j++) {
                 unpack(pieces[j], x[j]);
 #pragma unroll
-                for (int i = 0; i < ENTRIES; i++) x[j][i] = powers(x[j][i]);
+                for (int i = 0; i < ENTRIES; i++) x[j][i] = exp_below(x[j][i] - below);
 #pragma unroll
                 for (int apart = ENTRIES / 2; apart; apart /= 2)
 #pragma unroll
@@ -313,7 +289,7 @@ cross_entropy(const __grid_constant__ Arguments a) {
             }
         }
         // exchanged among the cluster, added up by every warp in the same order
-        const Sum warp = add_lanes({powers.largest, powers.correct((double)sum - lost)});
+        const Sum warp = add_lanes({largest, (double)sum - lost});
         const int lane = thread % 32, place = rank * WARPS + thread / 32;
         if (CLUSTER == 1 && lane == 0) {
             largests[turn][place] = warp.largest;

@@ -199,14 +199,12 @@ def _pack(
 def _loss_kernel(
     plan: Plan, x: Tensor, targets: Tensor, mask: Tensor | None, gradient: Tensor | None, scale: Tensor
 ) -> Kernel | None:
-    entries, stride = 16 // x.element_size(), _row_stride(x) or 0
     return _compiled(
         plan,
         NAMES[x.dtype],
         NAMES[(x if gradient is None else gradient).dtype],
         "long long" if targets.dtype == torch.int64 else "int",
         "double" if scale.dtype == torch.float64 else "float",
-        stride % entries > 0 or x.shape[-1] % entries > 0,
         mask is not None,
         scale.dim() > 0,
         gradient is not None,
@@ -221,7 +219,6 @@ def _compiled(
     gradient: str,
     target: str,
     scale: str,
-    odd: bool,
     has_mask: bool,
     per_row: bool,
     want: bool,
@@ -235,7 +232,6 @@ def _compiled(
         "CLUSTER": plan.cluster,
         "THREADS": plan.threads,
         "PIECES": plan.pieces,
-        "ODD": int(odd),
         "HAS_MASK": int(has_mask),
         "PER_ROW": int(per_row),
         "WANT": int(want),
