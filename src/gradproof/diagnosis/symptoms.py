@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
+from gradproof.diagnosis.copies import statistics_left_behind
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.places import facts, line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
@@ -546,5 +547,6 @@ SYMPTOMS = (
     adam_epsilon,
     clipped_always,
     *BOOKKEEPING,
+    statistics_left_behind,
     ranks_out_of_step,
 )
