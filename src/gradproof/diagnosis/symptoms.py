@@ -12,6 +12,7 @@ import numpy as np
 
 from gradproof.diagnosis.bad_numbers import nonfinite, steps_skipped
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
+from gradproof.diagnosis.copies import statistics_left_behind
 from gradproof.diagnosis.curves import (
     all_at_optimum,
     loss_fell,
@@ -359,5 +360,6 @@ SYMPTOMS = (
     adam_epsilon,
     clipped_always,
     *BOOKKEEPING,
+    statistics_left_behind,
     ranks_out_of_step,
 )
