@@ -11,28 +11,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from gradproof.diagnosis.curves import trains_well
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.places import facts, line_of
-from gradproof.diagnosis.series import Track, tracks, trend
+from gradproof.diagnosis.series import Track, tracks
 from gradproof.record.run import Run
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam")
 STATEFUL = (*ADAMS, "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "LBFGS")
-
-
-def trains_well(run: Run) -> bool:
-    """The loss falls in every track that is long enough to say so."""
-    found = [t for track in tracks(run) if (t := trend(track.loss)) is not None]
-    return bool(found) and all(t.fell for t in found)
-
-
-def leaps(run: Run) -> bool:
-    """At some step the loss was far above where it began."""
-    for track in tracks(run):
-        loss = track.loss[np.isfinite(track.loss)]
-        if len(loss) > 8 and float(loss.max()) > 1.3 * float(np.median(loss[:3])) > 0:
-            return True
-    return False
 
 
 def validates_in_train_mode(run: Run) -> Iterator[Symptom]:

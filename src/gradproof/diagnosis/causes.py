@@ -370,6 +370,11 @@ CAUSES = (
                 "use a decay that fits the run's length (1 - 10 / steps), or let it rise: "
                 "min(decay, (1 + step) / (10 + step))",
             ),
+            (
+                "statistics-not-copied",
+                "copy the buffers, too: for b, c in zip(average.buffers(), model.buffers()): b.copy_(c), as "
+                "torch.optim.swa_utils.AveragedModel does; or update_bn(loader, average) before evaluating",
+            ),
         ),
         raised_by=(
             "loads_itself",
@@ -377,6 +382,7 @@ CAUSES = (
             "optimizer_not_restored",
             "optimizer_remade",
             "average_too_slow",
+            "statistics_left_behind",
         ),
         experiments=(
             "does_the_optimizer_do_what_was_meant",

@@ -9,8 +9,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from gradproof.diagnosis.bookkeeping import leaps, trains_well
 from gradproof.diagnosis.causes import BY_FAMILY
+from gradproof.diagnosis.curves import leaps, trains_well
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.gains import placed_by_gain

@@ -10,204 +10,26 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from gradproof.diagnosis.bad_numbers import nonfinite, steps_skipped
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
+from gradproof.diagnosis.copies import statistics_left_behind
+from gradproof.diagnosis.curves import (
+    all_at_optimum,
+    loss_fell,
+    loss_hardly_falling,
+    loss_not_improving,
+    loss_oscillating,
+    loss_spike,
+    of_track,
+)
 from gradproof.diagnosis.findings import Symptom
-from gradproof.diagnosis.places import facts, line_of
+from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
-from gradproof.diagnosis.series import Track, first_nonfinite, spikes, tracks, trend
+from gradproof.diagnosis.series import tracks
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
 
 NORM, NAN, INF = (STATISTICS.index(name) for name in ("norm", "nan", "inf"))
-
-
-def nonfinite(run: Run) -> Iterator[Symptom]:
-    """The first tensor that stops being finite. Everything after it is a consequence."""
-    steps, counts = run.steps, ~harmlessly_skipped(run)
-    loss = first_nonfinite(steps["loss"], run.seen["loss"] & counts)
-    norm = first_nonfinite(steps["grad_norm"], run.seen["grad_norm"] & counts)
-    rows = [row for row in (loss, norm) if row is not None]
-    if not rows:
-        return
-    row = min(rows)
-    step = int(steps["step"][row])
-    forward = loss == row
-    value = steps["loss"][row] if forward else steps["grad_norm"][row]
-    text = f"the loss is {value}" if forward else f"the gradient is {value}"
-    if not forward and np.isfinite(steps["loss"][row]):
-        text = f"the loss is still {steps['loss'][row]:.4g}, the gradient {value}"
-    place = find_first_nonfinite_tensor(run, step)
-    where = None
-    if place is not None:
-        where = f"{place[0]} of {place[1]}"
-        text += f"; first seen in the {where}: {place[2]}"
-    family = "forward-nonfinite" if forward else "backward-nonfinite"
-    suspects: tuple[str, ...] = (
-        f"{family}/unlocated",
-        "lr-too-high/diverged",
-        "low-precision-error/overflow",
-    )
-    if grew_before(run, row):
-        suspects = ("lr-too-high/diverged", "exploding-signal/growing", f"{family}/unlocated")
-    yield Symptom("nonfinite", "problem", text, step, where, suspects)
-
-
-def harmlessly_skipped(run: Run) -> np.ndarray:
-    """Rows that a GradScaler skipped and after which training went on: no weight has seen them."""
-    skipped = np.nan_to_num(run.steps["skipped"]) > 0
-    taken = np.flatnonzero(~skipped)
-    return skipped & (np.arange(len(skipped)) < (taken[-1] if len(taken) else 0))
-
-
-def find_first_nonfinite_tensor(run: Run, step: int) -> tuple[str, str, str] | None:
-    """Kind, name and counts of the tensor that was not finite first, in execution order, at this step.
-
-    What was not finite at an earlier step already did no harm there: −inf in a mask, a branch nobody takes.
-    """
-    harmless: set[int] = set()
-    for frame in run.frames:
-        bad = frame.numbers[(frame.values[:, NAN] > 0) | (frame.values[:, INF] > 0)]
-        if frame.step < step:
-            harmless.update(bad.tolist())
-            continue
-        new = [int(number) for number in bad if number not in harmless]
-        if frame.step > step:
-            return None
-        if new:
-            number = first_in_execution(run, new)
-            return describe_nonfinite(run, number, frame.values[frame.numbers == number][0])
-    return None
-
-
-def first_in_execution(run: Run, numbers: list[int]) -> int:
-    """Outputs and their gradients are recorded as they happen; of parameters, the last gets its gradient first."""
-    gradients = [number for number in numbers if run.tensors[number]["kind"] == "gradient"]
-    return gradients[-1] if gradients and numbers[0] == gradients[0] else numbers[0]
-
-
-def describe_nonfinite(run: Run, number: int, values: np.ndarray) -> tuple[str, str, str]:
-    tensor = run.tensors[number]
-    size = int(np.prod(tensor["shape"])) if "shape" in tensor else None
-    counts = ", ".join(f"{int(values[c])} {word}" for c, word in ((NAN, "NaN"), (INF, "Inf")) if values[c])
-    return tensor["kind"].replace("_", " "), tensor["name"], counts + (f" of {size}" if size else "")
-
-
-def steps_skipped(run: Run) -> Iterator[Symptom]:
-    """A GradScaler that skips more steps than it takes; its first few skips only find the scale."""
-    skipped = np.nan_to_num(run.steps["skipped"]) > 0
-    if len(skipped) < 20 or skipped[10:].mean() < 0.5:
-        return
-    scale = run.steps["loss_scale"][np.isfinite(run.steps["loss_scale"])]
-    text = f"the GradScaler skipped {int(skipped.sum())} of {len(skipped)} steps"
-    text += f"; its scale has fallen to {scale[-1]:g}" if len(scale) else ""
-    suspects = ("low-precision-error/overflow", "forward-nonfinite/unlocated")
-    yield Symptom("steps_skipped", "problem", text, int(np.flatnonzero(skipped)[0]), None, suspects)
-
-
-def grew_before(run: Run, row: int) -> bool:
-    """The loss or the gradient had grown tenfold over its best before it stopped being finite."""
-    for column in ("loss", "grad_norm"):
-        before = run.steps[column][max(0, row - 50) : row]
-        before = before[np.isfinite(before)]
-        if (
-            len(before) >= 3
-            and abs(before[-1]) > 10 * np.median(np.abs(before[: max(1, len(before) // 2)])) + 1e-12
-        ):
-            return True
-    return False
-
-
-def loss_fell(run: Run) -> bool:
-    return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
-
-
-def is_an_objective(loss: np.ndarray) -> bool:
-    """Negative at times, and no larger at its end than it was: a policy's or a bound's, which may rise and be well."""
-    loss = loss[np.isfinite(loss)]
-    early, late = loss[: len(loss) // 4], loss[-max(3, len(loss) // 10) :]
-    return bool((loss < 0).any()) and float(np.median(np.abs(late))) < 3 * float(
-        np.abs(early).max(initial=0.0)
-    )
-
-
-def loss_not_improving(run: Run) -> Iterator[Symptom]:
-    """The loss ends where it began, or higher."""
-    several, policy = len(list(tracks(run))) > 1, facts(run, "policy_loss")
-    for track in tracks(run):
-        found = trend(track.loss)
-        if found is None or found.points < 30 or found.fell or at_optimum(track):
-            continue
-        numbers = f"{found.first:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
-        if found.rose:
-            # of two players, one may lose what the other wins
-            name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
-            if not several and (policy or is_an_objective(track.loss)):
-                name, level = "objective_rising", "note"
-            elif (
-                not several and found.last < 0.8 * found.start
-            ):  # it has learned, and gives some of that back
-                name, level = "loss_drifting", "note" if found.last < 0.5 * found.start else "warning"
-            yield _of(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
-        else:
-            suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
-            name, level = ("player_standing", "note") if several else ("loss_not_improving", "warning")
-            if policy and not several:
-                name, level = "objective_standing", "note"
-            yield _of(track, name, level, f"the loss does not improve: {numbers}", suspects)
-
-
-def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
-    """A loss that falls, but by so little that nobody would call it training."""
-    for track in tracks(run):
-        found = trend(track.loss)
-        if found is None or found.points < 50 or not found.fell or found.start <= 0:
-            continue
-        start = min(found.start, found.first)
-        share = (start - found.last) / start
-        if share < 0.05 and not at_optimum(track):
-            numbers = f"{start:.4g} to {found.last:.4g}"
-            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
-            yield _of(track, "loss_hardly_falling", "note", text, ())
-
-
-def at_optimum(track: Track) -> bool:
-    """A loss that starts at, and stays within noise of, zero has nothing left to learn."""
-    finite = track.loss[np.isfinite(track.loss)]
-    return bool(len(finite)) and float(np.median(np.abs(finite))) < 1e-3
-
-
-def loss_oscillating(run: Run) -> Iterator[Symptom]:
-    """Up and down from step to step, by much, without getting anywhere."""
-    for track in tracks(run):
-        values = track.loss[np.isfinite(track.loss)]
-        found = trend(values)
-        if found is None or found.points < 30 or found.fell:
-            continue
-        moves = np.diff(values)
-        turns = float(np.mean(np.sign(moves[1:]) != np.sign(moves[:-1])))
-        size = float(np.median(np.abs(moves))) / (abs(float(np.median(values))) + 1e-12)
-        # batches drawn at random turn 2 times in 3 and do not remember; an overshooting step swings back
-        if turns > 0.8 and swings_back(values) and size > 0.05:
-            text = f"the loss swings by {100 * size:.0f} % from step to step and stays at {np.median(values):.4g}"
-            yield _of(track, "loss_oscillating", "warning", text, ("lr-too-high/overshoot",))
-
-
-def swings_back(values: np.ndarray) -> bool:
-    """What is above the middle at one step is below it at the next: correlation under −0.5."""
-    centred = np.clip(values, *np.percentile(values, (5, 95))) - np.median(values)
-    return bool(np.sum(centred[1:] * centred[:-1]) < -0.5 * np.sum(centred * centred))
-
-
-def loss_spike(run: Run) -> Iterator[Symptom]:
-    """A jump far above what the last fifty steps showed."""
-    for track in tracks(run):
-        found = spikes(track.loss, track.steps)
-        if found:
-            step, value, usual = max(found, key=lambda spike: spike[1] / (abs(spike[2]) + 1e-12))
-            text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
-                f", one of {len(found)} spikes" if len(found) > 1 else ""
-            )
-            yield _of(track, "loss_spike", "note", text, ("lr-too-high/spike",), step)
 
 
 def clipped_always(run: Run) -> Iterator[Symptom]:
@@ -272,7 +94,7 @@ def gradient_growing(run: Run) -> Iterator[Symptom]:
     peak = int(np.argmax(norm))
     # one large gradient is a spike; growth is many of them, or the run's last word
     lasting = np.mean(norm > 1e2 * early) > 0.05 or peak >= len(norm) - 3
-    if early > 0 and norm[peak] > 1e3 * early and lasting and not loss_fell(run) and not _all_at_optimum(run):
+    if early > 0 and norm[peak] > 1e3 * early and lasting and not loss_fell(run) and not all_at_optimum(run):
         text = f"the gradient norm grows from {early:.3g} to {norm[peak]:.3g}"
         yield Symptom(
             "gradient_growing", "problem", text, int(steps[peak]), None, ("exploding-signal/growing",)
@@ -354,7 +176,7 @@ def learning_rate(run: Run) -> Iterator[Symptom]:
         if zero > 0.25:
             first = int(track.steps[np.flatnonzero(track.lr == 0)[0]])
             text = f"the learning rate is 0 at {100 * zero:.0f} % of the steps"
-            yield _of(track, "lr_zero", "problem", text, ("lr-schedule-error/ends-at-zero",), first)
+            yield of_track(track, "lr_zero", "problem", text, ("lr-schedule-error/ends-at-zero",), first)
 
 
 def order_of_calls(run: Run) -> Iterator[Symptom]:
@@ -445,7 +267,7 @@ ACTIVATIONS = (
 def update_ratio(run: Run) -> Iterator[Symptom]:
     """Steps far too small or too large for the weights they change."""
     ratios = update_ratios(run)
-    if ratios is None or len(run) < 20 or loss_fell(run) or _all_at_optimum(run):
+    if ratios is None or len(run) < 20 or loss_fell(run) or all_at_optimum(run):
         return
     names, values = ratios
     typical = float(np.median(values))
@@ -480,7 +302,7 @@ def adam_epsilon(run: Run) -> Iterator[Symptom]:
         return
     last = _last_over_steps(table)
     share = float(np.mean(last[np.isfinite(last)])) if np.isfinite(last).any() else 0.0
-    if share > 0.5 and not _all_at_optimum(run):
+    if share > 0.5 and not all_at_optimum(run):
         level = "note" if loss_fell(run) else "warning"
         text = f"Adam's ε is larger than √v for {100 * share:.0f} % of the entries"
         yield Symptom(
@@ -491,10 +313,6 @@ def adam_epsilon(run: Run) -> Iterator[Symptom]:
 def _parameters(run: Run) -> list[dict]:
     """What run.json says about each parameter that wants a gradient."""
     return [p for p in run.info.get("parameters", []) if p.get("trainable")]
-
-
-def _all_at_optimum(run: Run) -> bool:
-    return all(at_optimum(track) for track in tracks(run))
 
 
 def _share(truths: Iterable[bool]) -> float:
@@ -512,14 +330,6 @@ def _min_over_steps(values: np.ndarray) -> np.ndarray:
 
 def _last_over_steps(table: Table) -> np.ndarray:
     return np.array([c[np.isfinite(c)][-1] if np.isfinite(c).any() else np.nan for c in table.values.T])
-
-
-def _of(
-    track: Track, name: str, level: str, text: str, suspects: tuple[str, ...], step: int | None = None
-) -> Symptom:
-    if track.label:
-        text = f"{track.label}: {text}"
-    return Symptom(name, level, text, step, track.label or None, suspects)
 
 
 def _names(parameters: list[dict]) -> str:
@@ -550,5 +360,6 @@ SYMPTOMS = (
     adam_epsilon,
     clipped_always,
     *BOOKKEEPING,
+    statistics_left_behind,
     ranks_out_of_step,
 )

@@ -6,7 +6,6 @@ A global module hook is there only inside `no_grad` and `inference_mode` blocks:
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradproof.probes.names import line_of, user_frames, user_line
+from gradproof.probes.copies import line_outside_forward, look_at_copy, signature
+from gradproof.probes.names import line_of, user_line
 from gradproof.probes.session import Session
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -84,6 +84,9 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
         if len(module._modules) and session.names.of_module(module) is None and not torch.is_grad_enabled():
             with suppress(Exception):
                 _note_copy(session, module)
+        if len(module._modules) and not module.training and not torch.is_grad_enabled():
+            with suppress(Exception):
+                look_at_copy(session, module)
         if (isinstance(module, DROPOUTS) and module.p > 0) or isinstance(module, BATCH_NORMS):
             name = session.names.of_module(module)
             if name is None or torch.is_grad_enabled():
@@ -94,7 +97,7 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
             if (not steps or steps[-1] != session.step) and len(steps) < MOST_STEPS:
                 steps.append(session.step)
             if module.training and "module" not in seen:
-                seen.update(module=name, kind=type(module).__name__, line=_line_outside_forward())
+                seen.update(module=name, kind=type(module).__name__, line=line_outside_forward())
 
     functional = nn.functional.dropout
 
@@ -123,8 +126,8 @@ def _note_copy(session: Session, module: nn.Module) -> None:
     if id(module) not in known:
         if len(known) >= MOST_COPIES:
             return
-        shapes = sorted(tuple(p.shape) for p in module.parameters())
-        known[id(module)] = (module, str(zlib.crc32(repr(shapes).encode())) if len(shapes) > 1 else "")
+        several = len(list(module.parameters())) > 1
+        known[id(module)] = (module, signature(module) if several else "")
     key = known[id(module)][1]
     seen = session.facts.setdefault("copies_called", {})
     if key in seen:
@@ -132,7 +135,7 @@ def _note_copy(session: Session, module: nn.Module) -> None:
         facts["times"] += facts["step"] != session.step
         facts["step"] = session.step
     elif key:
-        seen[key] = {"times": 1, "step": session.step, "line": _line_outside_forward()}
+        seen[key] = {"times": 1, "step": session.step, "line": line_outside_forward()}
 
 
 def _keep_evaluated(session: Session, module: nn.Module, batch: Any) -> None:
@@ -141,7 +144,7 @@ def _keep_evaluated(session: Session, module: nn.Module, batch: Any) -> None:
     whole = isinstance(batch, Tensor) and batch.dim() >= 2 and type(batch) in (Tensor, nn.Parameter)
     if module.training or torch.is_grad_enabled() or not whole or len(kept) >= MOST_EVALUATIONS:
         return
-    step, rows = kept.setdefault(_line_outside_forward(), (session.step, []))
+    step, rows = kept.setdefault(line_outside_forward(), (session.step, []))
     held = sum(len(tensor) for tensor in rows)
     # of its first validation only: the next one has the same samples again
     if (
@@ -151,11 +154,3 @@ def _keep_evaluated(session: Session, module: nn.Module, batch: Any) -> None:
     ):
         with _disable_current_modes():  # no part of the step that is taped
             rows.append(batch.detach()[: MOST_SAMPLES - held].clone())
-
-
-def _line_outside_forward() -> str:
-    """The line outside of every forward that began this pass."""
-    for frame in user_frames():
-        if frame.f_code.co_name != "forward":
-            return line_of(frame)
-    return ""

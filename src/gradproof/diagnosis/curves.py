@@ -1,0 +1,132 @@
+"""What the curve of the loss shows: whether it falls, rises, stands, swings or leaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.places import facts
+from gradproof.diagnosis.series import Track, spikes, tracks, trend
+from gradproof.record.run import Run
+
+
+def trains_well(run: Run) -> bool:
+    """The loss falls in every track that is long enough to say so."""
+    found = [t for track in tracks(run) if (t := trend(track.loss)) is not None]
+    return bool(found) and all(t.fell for t in found)
+
+
+def leaps(run: Run) -> bool:
+    """At some step the loss was far above where it began."""
+    for track in tracks(run):
+        loss = track.loss[np.isfinite(track.loss)]
+        if len(loss) > 8 and float(loss.max()) > 1.3 * float(np.median(loss[:3])) > 0:
+            return True
+    return False
+
+
+def loss_fell(run: Run) -> bool:
+    return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
+
+
+def is_an_objective(loss: np.ndarray) -> bool:
+    """Negative at times, and no larger at its end than it was: a policy's or a bound's, which may rise and be well."""
+    loss = loss[np.isfinite(loss)]
+    early, late = loss[: len(loss) // 4], loss[-max(3, len(loss) // 10) :]
+    return bool((loss < 0).any()) and float(np.median(np.abs(late))) < 3 * float(
+        np.abs(early).max(initial=0.0)
+    )
+
+
+def loss_not_improving(run: Run) -> Iterator[Symptom]:
+    """The loss ends where it began, or higher."""
+    several, policy = len(list(tracks(run))) > 1, facts(run, "policy_loss")
+    for track in tracks(run):
+        found = trend(track.loss)
+        if found is None or found.points < 30 or found.fell or at_optimum(track):
+            continue
+        numbers = f"{found.first:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
+        if found.rose:
+            # of two players, one may lose what the other wins
+            name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
+            if not several and (policy or is_an_objective(track.loss)):
+                name, level = "objective_rising", "note"
+            elif (
+                not several and found.last < 0.8 * found.start
+            ):  # it has learned, and gives some of that back
+                name, level = "loss_drifting", "note" if found.last < 0.5 * found.start else "warning"
+            yield of_track(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
+        else:
+            suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
+            name, level = ("player_standing", "note") if several else ("loss_not_improving", "warning")
+            if policy and not several:
+                name, level = "objective_standing", "note"
+            yield of_track(track, name, level, f"the loss does not improve: {numbers}", suspects)
+
+
+def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
+    """A loss that falls, but by so little that nobody would call it training."""
+    for track in tracks(run):
+        found = trend(track.loss)
+        if found is None or found.points < 50 or not found.fell or found.start <= 0:
+            continue
+        start = min(found.start, found.first)
+        share = (start - found.last) / start
+        if share < 0.05 and not at_optimum(track):
+            numbers = f"{start:.4g} to {found.last:.4g}"
+            text = f"the loss falls by only {100 * share:.1f} % in {found.points} steps: {numbers}"
+            yield of_track(track, "loss_hardly_falling", "note", text, ())
+
+
+def at_optimum(track: Track) -> bool:
+    """A loss that starts at, and stays within noise of, zero has nothing left to learn."""
+    finite = track.loss[np.isfinite(track.loss)]
+    return bool(len(finite)) and float(np.median(np.abs(finite))) < 1e-3
+
+
+def loss_oscillating(run: Run) -> Iterator[Symptom]:
+    """Up and down from step to step, by much, without getting anywhere."""
+    for track in tracks(run):
+        values = track.loss[np.isfinite(track.loss)]
+        found = trend(values)
+        if found is None or found.points < 30 or found.fell:
+            continue
+        moves = np.diff(values)
+        turns = float(np.mean(np.sign(moves[1:]) != np.sign(moves[:-1])))
+        size = float(np.median(np.abs(moves))) / (abs(float(np.median(values))) + 1e-12)
+        # batches drawn at random turn 2 times in 3 and do not remember; an overshooting step swings back
+        if turns > 0.8 and swings_back(values) and size > 0.05:
+            text = f"the loss swings by {100 * size:.0f} % from step to step and stays at {np.median(values):.4g}"
+            yield of_track(track, "loss_oscillating", "warning", text, ("lr-too-high/overshoot",))
+
+
+def swings_back(values: np.ndarray) -> bool:
+    """What is above the middle at one step is below it at the next: correlation under −0.5."""
+    centred = np.clip(values, *np.percentile(values, (5, 95))) - np.median(values)
+    return bool(np.sum(centred[1:] * centred[:-1]) < -0.5 * np.sum(centred * centred))
+
+
+def loss_spike(run: Run) -> Iterator[Symptom]:
+    """A jump far above what the last fifty steps showed."""
+    for track in tracks(run):
+        found = spikes(track.loss, track.steps)
+        if found:
+            step, value, usual = max(found, key=lambda spike: spike[1] / (abs(spike[2]) + 1e-12))
+            text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
+                f", one of {len(found)} spikes" if len(found) > 1 else ""
+            )
+            yield of_track(track, "loss_spike", "note", text, ("lr-too-high/spike",), step)
+
+
+def all_at_optimum(run: Run) -> bool:
+    return all(at_optimum(track) for track in tracks(run))
+
+
+def of_track(
+    track: Track, name: str, level: str, text: str, suspects: tuple[str, ...], step: int | None = None
+) -> Symptom:
+    if track.label:
+        text = f"{track.label}: {text}"
+    return Symptom(name, level, text, step, track.label or None, suspects)
