@@ -139,3 +139,21 @@ def test_a_causal_model_is_excluded(model):
     evidence = evidence_of(model, language_step(model), step=3)
     assert excluded_families(does_it_see_the_future, evidence) == ["attention-mask-error"]
     assert not confirmed_ids(does_it_see_the_future, evidence)
+
+
+@pytest.mark.parametrize(
+    "kind, id", [("fused", []), ("fused, not causal", ["attention-mask-error/sees-the-future"])]
+)
+def test_a_text_that_is_written_word_by_word_in_the_step(kind, id):
+    torch.manual_seed(0)
+    model = Transformer(kind)
+
+    def step():
+        text = torch.randint(0, VOCABULARY, (BATCH, TIME + 1))
+        for place in range(2, TIME + 1):
+            text[:, place] = (text[:, place - 1] + text[:, place - 2]) % VOCABULARY
+        return F.cross_entropy(model(text[:, :-1]).reshape(-1, VOCABULARY), text[:, 1:].reshape(-1))
+
+    verdicts = list(does_it_see_the_future(evidence_of(model, step)))
+    assert [v.id for v in verdicts if v.verdict == "confirmed"] == id
+    assert verdicts and all(v.where.startswith("blocks.0") for v in verdicts if v.id)

@@ -18,13 +18,14 @@ def trains_well(run: Run) -> bool:
     return bool(found) and all(t.fell for t in found)
 
 
-def leaps(run: Run) -> bool:
-    """At some step the loss was far above where it began."""
+def largest_leap(run: Run) -> float:
+    """How many times the loss at its largest was the loss at its start."""
+    leaps = [1.0]
     for track in tracks(run):
         loss = track.loss[np.isfinite(track.loss)]
-        if len(loss) > 8 and float(loss.max()) > 1.3 * float(np.median(loss[:3])) > 0:
-            return True
-    return False
+        if len(loss) > 8 and float(np.median(loss[:3])) > 0:
+            leaps.append(float(loss.max()) / float(np.median(loss[:3])))
+    return max(leaps)
 
 
 def loss_fell(run: Run) -> bool:

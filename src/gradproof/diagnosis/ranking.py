@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradproof.diagnosis.causes import BY_FAMILY
-from gradproof.diagnosis.curves import leaps, trains_well
+from gradproof.diagnosis.curves import largest_leap, trains_well
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.gains import placed_by_gain
@@ -122,9 +122,16 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
 
 
 def as_grave_as_leaps(finding: Finding, run: Run) -> Finding:
-    """Steps that overshoot by much are worth a warning where the loss has leapt far above its start, too."""
-    much = finding.id == "lr-too-high/overshoot" and finding.numbers.get("rise", 0.0) > 0.02
-    return replace(finding, level="warning") if finding.level == "note" and much and leaps(run) else finding
+    """Steps that overshoot by much are worth a warning where the loss has leapt above its start, and are the problem
+    where it has leapt far."""
+    if (
+        finding.id != "lr-too-high/overshoot"
+        or finding.level != "note"
+        or finding.numbers.get("rise", 0.0) < 0.02
+    ):
+        return finding
+    leap = largest_leap(run)
+    return replace(finding, level="problem" if leap > 10 else "warning" if leap > 1.3 else "note")
 
 
 def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Finding]:
@@ -250,7 +257,9 @@ EXPLAINED_BY = {
         "grad-accumulation-error",
         "zero-grad-error",
     ),
+    "vanishing-signal": ("lr-too-high", "normalization-error"),
 }
+AT_THE_START = 3  # steps: what is so by then was not made so by training
 # What makes steps short whatever the learning rate.
 SHORTENS_STEPS = ("optimizer-config/eps", "grad-clip-misuse/limit-too-small", "lr-schedule-error/dies-early")
 
@@ -281,6 +290,8 @@ def is_explained(finding: Finding, others: list[Finding]) -> bool:
     ]
     if finding.family == "exploding-signal" and finding.confidence == "proven":
         return False  # measured from block to block, not seen to grow in training
+    if finding.family == "vanishing-signal" and (finding.step is None or finding.step <= AT_THE_START):
+        graver = [f for f in graver if f.family != "lr-too-high"]
     if finding.family == "lr-too-low":
         return any(f.family not in EXPLAINED_BY for f in graver)
     # a signal explains the steps only where it exploded before they overshot

@@ -24,9 +24,10 @@ def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
     if len(calls) < 2 or len(lines) != 1 or any(type(o).__name__ == "LBFGS" for o in evidence.optimizers):
         return  # a closure that is called again starts again
     terms = [term for call in calls for term in take_apart(evidence.flow, call.roots[0])]
-    if not terms or not all(term.mean for term in terms):
+    if not terms or not all(term.is_averaged_over(term.operand[0] if term.operand else 1) for term in terms):
         return
-    divided = [abs(math.prod(term.factors)) for term in terms]
+    # what a mean over its own part counts for; a sum that is divided by its part is one, too
+    divided = [term.weight * math.prod(term.operand if term.mean else term.operand[:1]) for term in terms]
     if all(share > 0.99 for share in divided):
         shorter = evidence.loss_at(evidence.moved(1 / len(calls)))
         whole = evidence.loss_at(evidence.moved(1.0))

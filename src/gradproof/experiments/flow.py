@@ -230,7 +230,11 @@ class Flow:
     ) -> Player:
         """Some operations again, with other values in some slots, put there when they would be complete."""
         leaves = leaves or {}
-        late = {slot: at for slot in leaves if (at := self.written_until(slot)) is not None}
+        late = {
+            slot: max(at, self.tape.slots[slot].made_by or 0)  # a view may be taken after the last write
+            for slot in leaves
+            if (at := self.written_until(slot)) is not None
+        }
         early = {slot: value for slot, value in leaves.items() if slot not in late}
         player = Player(self.tape, None, early, keep=keep)
 

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow
+from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.provenance import say_where_made
 from gradproof.experiments.targets import LATE, share_learned
 
 FAMILY = "input-or-target-scale"
 LARGE = 30.0  # root mean square of a feature; standardised ones have 1
+TINY = 0.02
 HUGE = 100.0  # so large that a troubled run needs no other reason
 LITTLE = 0.2  # of the targets' variance or entropy explained, late
 NORMS = {
@@ -40,6 +42,10 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
             ):
                 found = True
                 yield verdict
+    tiny = of_first_layer(evidence)
+    if tiny is not None:
+        yield tiny
+        return
     for slot in flow.inputs:
         value = values.get(slot)
         if (
@@ -55,6 +61,32 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
                 size = float(value.double().pow(2).mean().sqrt())
                 yield excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
                 return
+
+
+def of_first_layer(evidence: Evidence) -> Verdict | None:
+    """What the first layer reads, after all that is done to the data: so small that only its bias matters."""
+    flow = evidence.flow
+    for op in flow.layers:
+        for slot in op.reads:
+            shape = evidence.slot(slot).shape
+            if slot in flow.tracked or slot in flow.weights or len(shape) < 2 or shape[0] < 2:
+                continue
+            value = flow.values([slot]).get(slot)
+            if value is None or not value.is_floating_point() or not value.numel() or op.name in NORMS:
+                return None
+            size = float(value.double().square().mean().sqrt())
+            if not 0 < size < TINY or _is_normalised(flow, op.makes[0]):
+                return None
+            return confirmed(
+                f"{FAMILY}/tiny-features",
+                f"the first layer is given numbers of the size {size:.2g} (at most {float(value.abs().max()):.2g}); "
+                "its weights are made for about 1",
+                where=place_of(op.module, op.line),
+                fix="standardise the inputs once: a division by 255 in the data and again in the model is one too many",
+                confidence="likely",
+                if_troubled=True,
+            )
+    return None
 
 
 def of_yes_or_no(evidence: Evidence, comparison: Comparison, target: Tensor) -> Iterator[Verdict]:

@@ -43,7 +43,7 @@ def find_first_spread(evidence: Evidence, leaves: dict[int, Tensor], confined: C
                 first.append(op)
 
     operations = flow.operations
-    flow.play(operations, after=keep)
+    flow.play(operations, flow.values(leaves), after=keep)  # as they were: what filled them may not be played
     flow.play(operations, leaves, after=compare)
     return first[0] if first else None
 
