@@ -202,7 +202,7 @@ CAUSES = (
         "shares of positions, and the gradient on masked ones",
         "mask the padding, not the text; divide by the number of valid positions",
         raised_by=("loss_not_improving",),
-        experiments=("which_positions_count", "is_the_mean_over_what_counts"),
+        experiments=("which_positions_count", "is_the_mean_over_what_counts", "is_a_class_left_out"),
     ),
     Cause(
         "attention-mask-error",

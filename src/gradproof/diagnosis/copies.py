@@ -34,7 +34,8 @@ def statistics_left_behind(run: Run) -> Iterator[Symptom]:
         text = (
             f"{copy['class']}, a copy that follows the trained weights, is evaluated ({copy['line']}, step "
             f"{copy['step']}) with BatchNorms whose running statistics are {what}; those of the trained model have "
-            f"moved: at {copy['norm']} the mean is {copy['shift']:.2g} standard deviations off, the variance {copy['ratio']:.2g} times"
+            f"moved: at {copy['norm']} the mean is {copy['shift']:.2g} standard deviations off, the variance "
+            f"{copy['ratio']:.2g} times"
         )
         level = "warning" if copy["times"] > 0.6 * len(run) else "problem"
         where = average["where"] if averaged else copy["line"]
