@@ -57,6 +57,14 @@ def test_running_statistics_that_lag(momentum, scale, lags):
     assert found == (["normalization-error/running-statistics-lag"] if lags else [])
 
 
+@pytest.mark.parametrize("norm, batch, alone", [(nn.BatchNorm2d, 1, True), (nn.InstanceNorm2d, 4, False)])
+def test_one_sample_at_a_time_is_not_each_sample_by_itself(norm, batch, alone):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU())
+    x = torch.randn(batch, 3, 9, 9)
+    found = confirmed_ids(does_normalisation_help, evidence_of(model, lambda: model(x).pow(2).mean()))
+    assert found == (["normalization-error/one-sample"] if alone else [])
+
+
 class Rescaled(nn.Module):
     """What the layer puts out is brought to the size of its input, as one stage of a cascade does it."""
 

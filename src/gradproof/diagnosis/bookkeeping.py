@@ -146,6 +146,15 @@ def stored_data_changed(run: Run) -> Iterator[Symptom]:
         yield Symptom("stored_data_changed", level, text, None, where, suspects)
 
 
+def pairs_change(run: Run) -> Iterator[Symptom]:
+    """Samples that come again with the target of another one: inputs were sorted or shuffled without their targets."""
+    seen = facts(run, "pairs")
+    if seen and seen["other"] >= 0.3 * seen["again"]:
+        text = f"of {seen['again']} samples that a loader handed out again, {seen['other']} had another target before"
+        suspects = ("data-target-misaligned/pairs-change",)
+        yield Symptom("pairs_change", "problem", text, None, seen["line"] or None, suspects)
+
+
 def clip_misses(run: Run) -> Iterator[Symptom]:
     """A clip that was given other parameters than those that are stepped, or one tensor at a time."""
     clip = facts(run, "clip")
@@ -374,6 +383,7 @@ BOOKKEEPING = (
     optimizer_state_lost,
     average_too_slow,
     stored_data_changed,
+    pairs_change,
     clip_misses,
     clip_sets_the_step,
     clip_of_infinity,

@@ -193,7 +193,7 @@ CAUSES = (
         "targets do not belong to inputs",
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
-        raised_by=("loss_not_improving",),
+        raised_by=("pairs_change", "loss_not_improving"),
         experiments=("do_targets_line_up", "do_targets_belong_to_inputs", "is_one_side_augmented"),
     ),
     Cause(
@@ -202,7 +202,12 @@ CAUSES = (
         "shares of positions, and the gradient on masked ones",
         "mask the padding, not the text; divide by the number of valid positions",
         raised_by=("loss_not_improving",),
-        experiments=("which_positions_count", "is_the_mean_over_what_counts", "do_missing_entries_count"),
+        experiments=(
+            "which_positions_count",
+            "is_the_mean_over_what_counts",
+            "do_missing_entries_count",
+            "is_a_class_left_out",
+        ),
     ),
     Cause(
         "attention-mask-error",

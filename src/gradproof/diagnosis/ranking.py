@@ -36,6 +36,8 @@ PROOFS = (
     "ranks_differ",
     "average_too_slow",
     "stored_data_changed",
+    "pairs_change",
+    "statistics_left_behind",
 )
 
 

@@ -21,6 +21,7 @@ FAMILY = "data-order-or-sampling"
 MOST = 64  # steps remembered
 COLUMNS = 4096  # of a sample that its fingerprint looks at
 LOOK_AT = 20_000  # rows of the data that are counted
+AGAIN = 20  # samples that came twice
 ENOUGH = 5  # batches before anything is said
 
 
@@ -43,6 +44,7 @@ class Batch:
     where: str | None
     alone: bool  # one optimizer: two may well take turns on a batch
     rows: str  # drawn in this step; cut, always from the same place; or fixed, by an index that was there before
+    answers: np.ndarray | None = None  # one number for each sample's target
     labels: np.ndarray | None = None
     classes: int = 0
     ids: np.ndarray | None = None  # of inputs that are one number a sample
@@ -62,6 +64,7 @@ def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
         is_the_generator_seeded_anew,
         is_it_the_same_batch,
         are_there_few_samples,
+        do_pairs_stay,
         are_labels_mixed,
     ):
         verdict = judge(batches)
@@ -79,7 +82,8 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     size = evidence.slot(slot).shape[0]
     others = [s for s in flow.inputs if s != slot and evidence.slot(s).shape[0] == size]
     found = next((c for c in flow.comparisons if c.kind == "class"), None)
-    wanted = [slot, *others[:3], *([found.target] if found is not None else [])]  # a rollout has many inputs
+    target = found.target if found is not None else next((c.target for c in flow.comparisons), None)
+    wanted = [slot, *others[:3], *([] if target is None else [target])]  # a rollout has many inputs
     values = flow.values(wanted)
     if slot not in values or not size:
         return None
@@ -90,15 +94,18 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     batch = Batch(
         evidence.step, fingerprints(value), held, flow.origin(slot), alone, how_chosen(evidence, slot)
     )
-    for other in values.values():
-        if other is not value and other.dim() and other.numel() % size == 0:
+    for place, other in values.items():
+        if place not in (slot, target) and other.dim() and other.numel() % size == 0:
             batch.prints = batch.prints + math.pi * fingerprints(other.reshape(size, -1))
     if value.dim() == 1 and not value.is_floating_point():
         batch.ids = value.double().cpu().numpy()
-    if found is not None and found.target in values:
-        data = {leaf.index for leaf in evidence.tape.inputs}  # a contrastive loss counts its labels itself
-        if values[found.target].numel() == size and not data.isdisjoint(flow.ancestors(found.target)):
-            batch.labels = values[found.target].reshape(-1).cpu().numpy()
+    answer = values.get(target) if target is not None else None
+    data = {leaf.index for leaf in evidence.tape.inputs}  # a contrastive loss counts its labels itself
+    if answer is not None and target is not None and not data.isdisjoint(flow.ancestors(target)):
+        if answer.dim() and answer.shape[0] == size:
+            batch.answers = fingerprints(answer)
+        if found is not None and answer.numel() == size:
+            batch.labels = answer.reshape(-1).cpu().numpy()
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
@@ -252,6 +259,32 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
             f"{distinct} different samples among the {len(drawn)} of {len(batches)} steps",
         )
     return None
+
+
+def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
+    """Samples that come again, in later epochs, with the target of another one."""
+    known = [
+        batch for batch in batches if batch.answers is not None and len(batch.answers) == len(batch.prints)
+    ]
+    if any(len(np.unique(batch.prints)) < len(batch.prints) for batch in known):
+        return None  # samples that are the same by nature may well have several answers
+    first: dict[float, float] = {}
+    same = other = 0
+    for batch in known:
+        for sample, answer in zip(batch.prints.tolist(), batch.answers.tolist(), strict=True):  # type: ignore[union-attr]
+            before = first.setdefault(sample, answer)
+            same, other = same + (before == answer), other + (before != answer)
+    again = same + other - len(first)
+    if again < AGAIN or other < 0.3 * again:
+        return None
+    return confirmed(
+        "data-target-misaligned/pairs-change",
+        f"{again} samples came a second time in {len(known)} taped steps, {other} of them with another target than "
+        "the first time",
+        where=known[-1].where,
+        fix="sort, shuffle and pad inputs and targets together: one list of pairs, taken apart at the very end",
+        lasting=True,
+    )
 
 
 def are_labels_mixed(batches: list[Batch]) -> Verdict | None:

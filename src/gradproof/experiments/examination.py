@@ -29,6 +29,7 @@ from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.leaks import has_validation_been_trained_on
+from gradproof.experiments.left_out import is_a_class_left_out
 from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
@@ -91,6 +92,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_samples_independent,
     where_does_attention_look,
     which_positions_count,
+    is_a_class_left_out,
     is_the_mean_over_what_counts,
     do_missing_entries_count,
     is_the_loss_the_right_way_up,

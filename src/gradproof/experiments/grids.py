@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence
-from gradproof.experiments.flow import Comparison
-from gradproof.tape.operations import Ref
+from gradproof.experiments.flow import Comparison, Flow
+from gradproof.tape.operations import Operation, Ref
 
 
 @dataclass
@@ -77,10 +77,9 @@ class Grid:
 def find_grids(evidence: Evidence) -> Iterator[Grid]:
     """Every pair of an embedded token sequence and the targets of a classification at each of its positions."""
     flow = evidence.flow
-    looked_up = {}
-    for op in flow.operations:
-        if op.name == "embedding" and len(flow.tape.slots[op.args[1].slot].shape) == 2:
-            looked_up[op.args[1].slot] = flow.tape.slots[op.args[0].slot].shape[0]
+    # a packed sequence is written back into a padded one, and its way to the loss is lost there
+    trained = (op for op in flow.forward if op.grad_enabled)
+    looked_up = find_tokens(flow, flow.operations) or find_tokens(flow, trained)
     for comparison in flow.comparisons:
         if comparison.kind != "class" or not isinstance(comparison.operation.args[1], Ref):
             continue
@@ -94,6 +93,13 @@ def find_grids(evidence: Evidence) -> Iterator[Grid]:
                 grid = _grid(evidence, comparison, slot, tokens, targets, time_first, vocabulary)
                 if grid is not None:
                     yield grid
+
+
+def find_tokens(flow: Flow, operations: Iterable[Operation]) -> dict[int, int]:
+    """Slots of token grids, and how many different tokens the table has that they are looked up in."""
+    found = [op for op in operations if op.name == "embedding"]
+    pairs = [(op.args[1].slot, flow.tape.slots[op.args[0].slot].shape[0]) for op in found]
+    return {slot: size for slot, size in pairs if len(flow.tape.slots[slot].shape) == 2}
 
 
 def _grid(

@@ -170,7 +170,7 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             if_troubled=values > 2,
             lasting=True,
         )
-    if shape[0] == 1:
+    if shape[0] == 1 and not is_instance_norm(evidence, operation):
         return confirmed(
             "normalization-error/one-sample",
             f"BatchNorm sees one sample at a time, {values} values a channel: it takes away what makes samples "
@@ -182,6 +182,15 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             lasting=True,
         )
     return None
+
+
+def is_instance_norm(evidence: Evidence, operation: Operation) -> bool:
+    """InstanceNorm is a BatchNorm of one sample, that has the channels of all samples."""
+    view = evidence.maker(operation.reads[0])
+    if view is None or view.name not in VIEWS:
+        return False
+    before, after = (evidence.slot(slot).shape for slot in (view.reads[0], operation.reads[0]))
+    return before[0] > 1 and before[0] * before[1] == after[1]
 
 
 def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> Verdict | None:

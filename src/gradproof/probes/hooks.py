@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from gradproof.probes.datasets import data_sets
 from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
+from gradproof.probes.pairs import pairs
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 
@@ -285,6 +286,7 @@ LISTENERS = (
     schedulers,
     epochs,
     data_sets,
+    pairs,
     compilation,
     evals,
     without_gradient,

@@ -1,0 +1,87 @@
+"""Sees whether samples that a loader hands out again, in later epochs, have kept their targets.
+
+Inputs that are sorted, padded or shuffled without their targets leave every batch well formed: only a sample that
+comes twice shows it. Samples that are drawn or augmented anew never come twice, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data._utils import fetch
+
+from gradproof.probes.session import Session
+
+MOST_BATCHES = 600
+FEWEST = 20  # samples that came again, before it is said
+ENOUGH = 400  # samples that came again
+MOST_SAMPLES = 20_000
+COLUMNS = 4096  # of a sample that its fingerprint looks at
+
+
+def pairs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Remembers a number for each sample and its target, as batches leave a loader without workers."""
+    original = fetch._MapDatasetFetcher.fetch
+    known: dict[int, Pairs] = {}
+
+    def fetch_batch(self: Any, rows: Any) -> Any:
+        batch = original(self, rows)
+        began = time.perf_counter()
+        with suppress(Exception), _disable_current_modes():
+            if session.alive and torch.utils.data.get_worker_info() is None:
+                seen = known.setdefault(id(self.dataset), Pairs())
+                if seen.look(rows, batch) and seen.again >= FEWEST:
+                    code = getattr(self.collate_fn, "__code__", None)
+                    line = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""
+                    session.facts["pairs"] = {"again": seen.again, "other": seen.other, "line": line}
+        session.own_seconds += time.perf_counter() - began
+        return batch
+
+    fetch._MapDatasetFetcher.fetch = fetch_batch  # type: ignore[method-assign]
+    stack.callback(setattr, fetch._MapDatasetFetcher, "fetch", original)
+
+
+class Pairs:
+    """The samples of one data set, by fingerprint, with the target that each had first and the rows it came among."""
+
+    def __init__(self) -> None:
+        self.first: dict[float, tuple[float, frozenset[int]]] = {}
+        self.batches = self.again = self.other = 0
+
+    def look(self, rows: Any, batch: Any) -> bool:
+        """Whether samples came again with other targets."""
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        if self.batches >= MOST_BATCHES or self.again >= ENOUGH or not isinstance(rows, (list, tuple)):
+            return False
+        self.batches += 1
+        if not isinstance(parts, (list, tuple)) or len(parts) < 2:
+            return False
+        among = frozenset(int(row) for row in rows)
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() and part.is_cpu]
+        size = len(tensors[0]) if tensors else 0
+        tensors = [part for part in tensors if len(part) == size and part.layout == torch.strided]
+        if len(tensors) < 2 or size < 2:
+            return False
+        given = sum(fingerprints(part) * (index + 1) for index, part in enumerate(tensors[:-1]))
+        samples, answers = given.tolist(), fingerprints(tensors[-1]).tolist()  # type: ignore[union-attr]
+        for sample, answer in zip(samples, answers, strict=True):
+            before, rows_before = self.first.get(sample, (answer, frozenset()))
+            if among & rows_before and samples.count(sample) == 1:  # one row, twice; not two that are alike
+                self.again += 1
+                self.other += before != answer
+            elif len(self.first) < MOST_SAMPLES:
+                self.first.setdefault(sample, (answer, among))
+        return self.other > 0
+
+
+def fingerprints(part: Tensor) -> Tensor:
+    """One number for each row, whatever padding it has at its end."""
+    rows = part.detach().reshape(len(part), -1)[:, :COLUMNS].double()
+    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64) ** 2)
+    return torch.nan_to_num((rows * weights).cumsum(1)[:, -1])  # the same sum, whatever zeros follow
