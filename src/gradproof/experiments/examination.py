@@ -48,6 +48,7 @@ from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.rounding import are_whole_numbers_kept
+from gradproof.experiments.runaway import does_a_weight_of_the_loss_run_away
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
@@ -98,6 +99,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
     is_exploring_rewarded,
+    does_a_weight_of_the_loss_run_away,
     do_micro_batches_add_up,
     are_numbers_of_a_fitting_size,
     where_does_the_loss_start,
