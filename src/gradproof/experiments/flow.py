@@ -45,6 +45,7 @@ class Flow:
         self.forward = forward
         self._reads: dict[int, list[int]] = {}
         self._makes: dict[int, list[int]] = {}
+        self._touches: dict[int, list[int]] = {}
 
     # the slots an operation names are looked for in its arguments: once is enough
     def reads(self, op: Operation) -> list[int]:
@@ -58,7 +59,24 @@ class Flow:
         return self._makes[op.index]
 
     def touches(self, op: Operation) -> list[int]:
-        return [*self.makes(op), *op.writes] if op.writes else self.makes(op)
+        """What an operation makes or changes; one with gradient that writes into a view changes all of its memory."""
+        if not op.writes:
+            return self.makes(op)
+        if op.index not in self._touches:
+            touched = [*self.makes(op), *op.writes]
+            if any(ref.tracked for ref in references((op.args, op.kwargs))):
+                storages = {self.tape.slots[slot].storage for slot in op.writes}
+                touched += [slot for storage in storages for slot in self._sharing.get(storage, ())]
+            self._touches[op.index] = touched
+        return self._touches[op.index]
+
+    @cached_property
+    def _sharing(self) -> dict[int, list[int]]:
+        """The slots that look into the same memory, where several do."""
+        found: dict[int, list[int]] = {}
+        for slot in self.tape.slots:
+            found.setdefault(slot.storage, []).append(slot.index)
+        return {storage: slots for storage, slots in found.items() if len(slots) > 1 and storage >= 0}
 
     @cached_property
     def towards_loss(self) -> set[int]:
