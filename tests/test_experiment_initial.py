@@ -71,3 +71,25 @@ def test_last_layer_too_large_is_named():
 
 def test_usual_sizes_are_silent():
     assert not verdicts(classifier(), is_it_too_large)
+
+
+class Waves(nn.Module):
+    """sin(30 W x), twice: the second W has to be divided by 30."""
+
+    def __init__(self, divide):
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(2, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+        nn.init.uniform_(self.second.weight, -1, 1)
+        with torch.no_grad():
+            self.second.weight.mul_((6 / 32) ** 0.5 / (30 if divide else 1))
+
+    def forward(self, x):
+        return self.out(torch.sin(30 * self.second(torch.sin(30 * self.first(x)))))
+
+
+@pytest.mark.parametrize("divide, found", [(False, {"bad-init/sines-too-wide"}), (True, set())])
+def test_sines_of_many_periods(divide, found):
+    model, x = Waves(divide), torch.rand(64, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    step = plain_step(model, optimizer, lambda: (model(x) - x.sum(1, keepdim=True)).square().mean())
+    assert ids(examine(is_it_too_large, model, optimizer, step, steps=1)) == found

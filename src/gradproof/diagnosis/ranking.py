@@ -251,6 +251,7 @@ EXPLAINED_BY = {
         "grad-accumulation-error",
         "zero-grad-error",
         "exploding-signal",
+        "bad-init",
     ),
     "bad-init": ("input-or-target-scale", "loss-scale-or-sign"),
     "exploding-signal": (

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.flow import VIEWS
+from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.owners import named_parameters
 
 TIMES = 2  # taped steps in which units are still the same
 PRODUCTS = ("mm", "conv", "linear", "matmul", "lstm", "gru", "rnn")  # in the names of matrix products
 LARGE_GAIN = 4.0  # PyTorch's own layers begin at 0.6 to 1.4
+WIDE = 12.0  # of what a sine is taken of, as a standard deviation: four half waves
 LARGE_LOSS = 3.0  # times the loss of guessing
 
 
@@ -66,6 +68,10 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     """Layers that multiply what they get by far more than one, when the first losses are far above those of a guess."""
     if evidence.step > 1:
         return
+    wide = sines_too_wide(evidence)
+    if wide is not None:
+        yield wide
+        return
     guess = loss_of_guessing(evidence)
     first = next((loss for loss in evidence.losses if math.isfinite(loss)), math.nan)
     named = weights_at_start(evidence)
@@ -89,6 +95,30 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
         confidence="proven" if far else "likely",
         lasting=True,
     )
+
+
+def sines_too_wide(evidence: Evidence) -> Verdict | None:
+    """Behind the first layer, sines of numbers that span many periods: neighbours have nothing in common any more."""
+    flow = evidence.flow
+    waves = [
+        op for op in flow.operations if op.name in ("sin", "cos") and op.reads and op.reads[0] in flow.tracked
+    ]
+    for op in waves:
+        behind = flow.ancestors(op.reads[0])
+        if sum(not behind.isdisjoint(layer.makes) for layer in flow.layers) < 2:
+            continue
+        value = flow.values([op.reads[0]]).get(op.reads[0])
+        size = float(value.double().square().mean().sqrt()) if value is not None else 0.0
+        if size > WIDE:
+            return confirmed(
+                "bad-init/sines-too-wide",
+                f"what goes into {op.name} has the size {size:.3g} at the start, {size / math.pi:.0f} half waves",
+                where=place_of(op.module, op.line),
+                fix=f"start the weights of the layer before it {size:.2g} times smaller (a SIREN: sqrt(6 / n) / omega)",
+                if_troubled=True,
+                lasting=True,
+            )
+    return None
 
 
 def weights_at_start(evidence: Evidence) -> dict[str, Tensor]:
