@@ -152,3 +152,27 @@ def test_sorted_targets_are_not_padded():
     rows[::2, 3:] = 9
     rows[::4, 2:] = 9
     assert find_padding(rows.roll(1, 0)[:, [1, 0, 2, 3, 4]]) == 9
+
+
+@pytest.mark.parametrize(
+    "options, ids", [({}, ["loss-mask-error/padding-counts"]), ({"ignore_index": 0}, [])]
+)
+def test_what_a_packed_recurrence_writes_into_a_view_is_seen(options, ids):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok, self.rnn, self.out = nn.Embedding(9, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 9)
+
+        def forward(self, words, lengths):
+            pack = nn.utils.rnn.pack_padded_sequence
+            packed = pack(self.tok(words), lengths, batch_first=True, enforce_sorted=False)
+            return self.out(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+    torch.manual_seed(0)
+    words = [torch.randint(1, 9, (length,)) for length in (7, 4, 6, 3, 7, 5, 2, 6)]
+    lengths = torch.tensor([len(row) for row in words])
+    tags = nn.utils.rnn.pad_sequence([row % 8 + 1 for row in words], batch_first=True)
+    words = nn.utils.rnn.pad_sequence(words, batch_first=True)
+    model = Tagger()
+    loss = lambda: F.cross_entropy(model(words, lengths).flatten(0, 1), tags.flatten(), **options)  # noqa: E731
+    assert confirmed_ids(which_positions_count, evidence_of(model, loss)) == ids
