@@ -75,7 +75,7 @@ def symptoms_of(family: str) -> list[str]:
 
     names = {find.__name__ for find in SYMPTOMS}
     found = []
-    for file in (SOURCE / "diagnosis" / f"{name}.py" for name in ("symptoms", "bookkeeping", "ranks")):
+    for file in sorted((SOURCE / "diagnosis").glob("*.py")):
         functions = {name: (summary, text) for name, summary, text in functions_of(file)}
         for name in functions.keys() & names:
             if family in "".join(reached(name, functions)):

@@ -380,6 +380,11 @@ CAUSES = (
                 "copy the buffers, too: for b, c in zip(average.buffers(), model.buffers()): b.copy_(c), as "
                 "torch.optim.swa_utils.AveragedModel does; or update_bn(loader, average) before evaluating",
             ),
+            (
+                "put-back",
+                "load the trained weights into the copy, not the copy's into the trained model: "
+                "target.load_state_dict(online.state_dict()); or drop the load from the loop",
+            ),
         ),
         raised_by=(
             "loads_itself",
@@ -388,6 +393,7 @@ CAUSES = (
             "optimizer_remade",
             "average_too_slow",
             "statistics_left_behind",
+            "weights_put_back",
         ),
         experiments=(
             "does_the_optimizer_do_what_was_meant",

@@ -25,6 +25,7 @@ from gradproof.diagnosis.curves import (
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
+from gradproof.diagnosis.returns import weights_put_back
 from gradproof.diagnosis.series import tracks
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
@@ -361,5 +362,6 @@ SYMPTOMS = (
     clipped_always,
     *BOOKKEEPING,
     statistics_left_behind,
+    weights_put_back,
     ranks_out_of_step,
 )

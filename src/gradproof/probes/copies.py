@@ -128,7 +128,11 @@ def largest(module: nn.Module) -> Tensor:
 
 def signature(module: nn.Module) -> str:
     """One number for the shapes of a model's parameters, whatever their order."""
-    shapes = sorted(tuple(parameter.shape) for parameter in module.parameters())
+    return signature_of(module.parameters())
+
+
+def signature_of(tensors: Iterable[Tensor]) -> str:
+    shapes = sorted(tuple(tensor.shape) for tensor in tensors)
     return str(zlib.crc32(repr(shapes).encode()))
 
 

@@ -25,6 +25,7 @@ from gradproof.probes.datasets import data_sets
 from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.pairs import pairs
+from gradproof.probes.returns import returns
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 
@@ -292,5 +293,6 @@ LISTENERS = (
     without_gradient,
     loads,
     optimizer_states,
+    returns,
     clip_coverage,
 )

@@ -55,6 +55,14 @@ class Lines:
         if site not in found and len(found) < MOST_SITES:
             found.append(site)
 
+    def find_lines(self, what: str, pattern: re.Pattern[str]) -> Iterator[str]:
+        """Every line that matches, in the files in which something is done."""
+        sites = [self._places[site] for site in self.sites.get(what, ()) if site in self._places]
+        for file in dict.fromkeys(file for file, _ in sites):
+            for number, text in enumerate(linecache.getlines(file), 1):
+                if pattern.search(text.partition("#")[0]):
+                    yield f"{file.rsplit('/', 1)[-1]}:{number}"
+
     def read_source(self, accumulates: bool) -> None:
         """What the source tells beside the calls: where lr is set by hand, and what decides on a step."""
         if "step" not in self.sites:

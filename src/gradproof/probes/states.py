@@ -43,6 +43,8 @@ def loads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
         result = original(self, state_dict, *args, **kwargs)
         if facts is not None:
             found.append(facts)
+        if session.alive and session.step > 0:
+            session.facts["_last_load"] = (session.step, user_line())
         return result
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]

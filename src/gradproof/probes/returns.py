@@ -1,0 +1,184 @@
+"""Sees trained weights that are put back, between two steps, to what they have been before.
+
+Weights are compared with what the last step left; who wrote over them, and how, does not matter. What is put back
+before the next step (an average that was lent for a validation, a perturbation) is never seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradproof.probes.copies import signature_of
+from gradproof.probes.optimizer import parameters_of
+from gradproof.probes.session import Session
+from gradproof.probes.tensors import local
+
+MOST_STATES = 32  # different ones: whoever clamps or averages weights never comes back to the same
+SAMPLE = 16  # numbers that show whether anything was written
+COPIES = re.compile(r"\.copy_\(|\.data\s*=(?!=)")
+
+
+def returns(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Compares the trained weights before each step with what the step before it left."""
+    seen = Returns(session)
+
+    def guarded(look: Callable[[Optimizer], None]) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+            if seen.over or not session.alive or not chosen(optimizer):
+                return
+            if (
+                session._unseen
+            ):  # a budget leaves this step out: what is written meanwhile is not known either
+                seen.left.pop(optimizer, None)
+                return
+            began = time.perf_counter()
+            taped = session.taping is not None and session.taping.active
+            try:
+                with torch.no_grad(), _disable_current_modes() if taped else nullcontext():
+                    look(optimizer)
+            except Exception:  # sharded, sparse, on another device: weights of a kind that is not known here
+                seen.over = True
+            session.own_seconds += time.perf_counter() - began
+
+        return hook
+
+    stack.callback(register_optimizer_step_pre_hook(guarded(seen.before)).remove)
+    stack.callback(register_optimizer_step_post_hook(guarded(seen.after)).remove)
+
+
+class Returns:
+    """What was written over the trained weights of one run, and how often they became the same."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.over = False
+        self.first: dict[Optimizer, tuple[float, ...]] = {}  # a fingerprint of the weights each began with
+        self.left: dict[Optimizer, list[float]] = {}  # some numbers, as its last step left them
+        self.states: dict[tuple, list[int]] = {}  # what all weights became, and at which steps
+        self.loaded = 0  # states of optimizers, until the last writing
+
+    def before(self, optimizer: Optimizer) -> None:
+        if optimizer not in self.first:
+            self._begin(optimizer)
+        elif optimizer in self.left and self._is_overwritten(optimizer):
+            self._note()
+
+    def after(self, optimizer: Optimizer) -> None:
+        self.left[optimizer] = some_numbers(optimizer) if is_readable(optimizer) else []
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """One that is made anew over the same weights starts training anew, and may start where it began."""
+        known = {id(p) for other in self.first for p in parameters_of(other)}
+        if any(id(p) in known for p in parameters_of(optimizer)):
+            self._it_is_meant()
+        self.first[optimizer] = fingerprint(optimizer, self.session)
+
+    def _it_is_meant(self) -> None:
+        self.over = True
+        self.session.facts.pop("returns", None)
+
+    def _is_overwritten(self, optimizer: Optimizer) -> bool:
+        if is_readable(optimizer):
+            return some_numbers(optimizer) != self.left[optimizer]
+        return self._loaded() is not None
+
+    def _loaded(self) -> str | None:
+        """The line of a load_state_dict since the last step."""
+        step, line = self.session.facts.get("_last_load", (-1, ""))
+        return line if step == self.session.step else None
+
+    def _note(self) -> None:
+        if self._optimizer_is_put_back():
+            self._it_is_meant()
+            return
+        state = {optimizer: fingerprint(optimizer, self.session) for optimizer in self.first}
+        for optimizer in self.left:
+            self.after(optimizer)  # one writing is seen once, whatever number of optimizers it is about
+        steps = self.states.setdefault(tuple(state.values()), [])
+        steps.append(self.session.step)
+        self.over = len(self.states) > MOST_STATES
+        if len(steps) >= 2 and len(steps) == max(map(len, self.states.values())):
+            self._describe(steps, state == self.first)
+
+    def _optimizer_is_put_back(self) -> bool:
+        loaded = self.session.facts.get("optimizer_states", {}).get("loaded", 0)
+        before, self.loaded = self.loaded, loaded
+        return loaded > before or any(has_moments(o) and not o.state for o in self.first)
+
+    def _describe(self, steps: list[int], initial: bool) -> None:
+        facts = self.session.facts.setdefault("returns", {})
+        if not facts:
+            line = self._loaded()
+            facts["line"] = self._copying_line() if line is None else line
+            facts["source"] = find_source(list(self.first))
+        facts.update(
+            steps=steps[:20],
+            times=len(steps),
+            writes=sum(map(len, self.states.values())),
+            initial=initial,
+            moments=any(map(has_moments, self.first)),
+        )
+
+    def _copying_line(self) -> str:
+        """The one line of the script that copies into tensors, if there is one."""
+        found = list(self.session.lines.find_lines("step", COPIES))
+        return found[0] if len(found) == 1 else ""
+
+
+def is_readable(optimizer: Optimizer) -> bool:
+    """Whether its numbers can be read without waiting for a GPU."""
+    return all(p.device.type == "cpu" for p in parameters_of(optimizer)[-2:])
+
+
+def has_moments(optimizer: Optimizer) -> bool:
+    return any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
+
+
+def some_numbers(optimizer: Optimizer) -> list[float]:
+    """Of its last matrix, which is near the loss: all of it moves at every step."""
+    tensors = parameters_of(optimizer)
+    last = next((p for p in reversed(tensors[-4:]) if p.dim() >= 2), tensors[-1])
+    flat = local(last).reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].tolist()
+
+
+def fingerprint(optimizer: Optimizer, session: Session) -> tuple[float, ...]:
+    """Sums over every tensor that it trains, and over the buffers that are no running statistics: masks, say."""
+    tensors = [local(p) for p in parameters_of(optimizer)]
+    for root in session.names.roots.values():
+        for part in root.modules():
+            if not hasattr(part, "running_mean"):
+                tensors += [b for b in part.buffers(recurse=False) if b.numel() and not b.is_complex()]
+    sums = [torch.sum(t, dtype=torch.float64) for t in tensors]
+    squares = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors if t.is_floating_point()]
+    device = sums[0].device
+    return tuple(torch.stack([number.to(device) for number in (*sums, *squares)]).tolist())
+
+
+def find_source(optimizers: list[Optimizer]) -> dict[str, str] | None:
+    """Another model that is alive and holds exactly what the trained weights were put back to."""
+    trained = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    own, shapes = {id(p) for p in trained}, signature_of(trained)
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or not module.__dict__.get("_modules"):
+            continue
+        tensors: list[Tensor] = list(module.parameters())
+        if len(tensors) != len(trained) or any(id(p) in own for p in tensors):
+            continue
+        if signature_of(tensors) == shapes and all(map(torch.equal, tensors, trained)):
+            return {"class": type(module).__name__, "shapes": shapes}
+    return None
