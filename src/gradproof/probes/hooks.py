@@ -25,6 +25,7 @@ from gradproof.probes.datasets import data_sets
 from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.returns import returns
+from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 
@@ -286,6 +287,7 @@ LISTENERS = (
     schedulers,
     epochs,
     data_sets,
+    samplers,
     compilation,
     evals,
     without_gradient,
