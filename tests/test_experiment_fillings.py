@@ -67,13 +67,16 @@ def test_a_mask_that_leaves_nothing_out(mask_of):
     assert not found(stars(), mask_of=lambda y: y > 0, steps=3)
 
 
-def test_a_mask_that_selects_everything():
+@pytest.mark.parametrize("both", [False, True])
+def test_a_mask_that_selects_everything(both):
     torch.manual_seed(0)
     model, x, y = nn.Linear(6, 30), torch.randn(40, 6), stars()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def loss():
         known = y >= 0
+        if both:
+            return F.mse_loss(model(x)[known], y[known])
         return (model(x) - y)[known].square().mean()
 
     verdicts = examine(

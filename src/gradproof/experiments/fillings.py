@@ -23,6 +23,7 @@ APART = 20  # typical distances between neighbours among the others
 FEWEST_GRADES = 4  # different numbers, where there are few: two or three are classes
 OUTSIDE = 10  # ranges of the others away: nobody measures that
 MASKS = {"ge", "gt", "le", "lt", "ne", "eq", "isnan", "isfinite"}  # made of a target and at most a number
+PARTS = VIEWS | {"index", "index_select", "masked_select"}
 PASSED_ON = VIEWS | {"logical_not", "bitwise_not", "to"}
 IDLE = 3  # examinations at which a mask has let everything pass
 
@@ -119,9 +120,9 @@ def find_idle_mask(evidence: Evidence, comparison: Comparison) -> tuple[Operatio
     One that has ever left something out, at any examination, is no idle mask.
     """
     flow, idle = evidence.flow, evidence.memory.setdefault("idle masks", {})  # times, by line
-    target = flow.behind(comparison.target, VIEWS)
+    data = flow.behind(comparison.target, PARTS)
     masks = [op for op in flow.operations if op.name in MASKS and flow.makes(op)]
-    masks = [op for op in masks if {flow.behind(s, VIEWS) for s in flow.reads(op)} == {target}]
+    masks = [op for op in masks if {flow.behind(s, PARTS) for s in flow.reads(op)} == {data}]
     masks = [op for op in masks if leads_into_loss(evidence, flow.makes(op)[0])]
     values = flow.values([flow.makes(op)[0] for op in masks]) if masks else {}
     for op in masks:
