@@ -9,19 +9,19 @@ from torch import nn
 from gradproof.experiments.fillings import ID, do_missing_entries_count
 
 
-def found(target, masked=None):
+def found(target, masked=None, mask_of=None, steps=1):
     torch.manual_seed(0)
     model, x = nn.Linear(6, target.shape[1]), torch.randn(len(target), 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def loss():
-        if masked is None:
+        if masked is None and mask_of is None:
             return F.mse_loss(model(x), target)
-        mask = (target != masked).float()
+        mask = (target != masked if mask_of is None else mask_of(target)).float()
         return ((model(x) - target) ** 2 * mask).sum() / mask.sum()
 
     step = plain_step(model, optimizer, loss)
-    return examine(do_missing_entries_count, model, optimizer, step, steps=1)
+    return examine(do_missing_entries_count, model, optimizer, step, steps=steps)
 
 
 def ratings(filled):
@@ -41,6 +41,68 @@ def test_a_number_that_nobody_measures():
     assert not found(ratings(-999.0), masked=-999.0)
 
 
+def stars(filled=0.0):
+    return ratings(-1.0).round().where(ratings(-1.0) > 0, torch.tensor(filled))
+
+
+def test_few_grades_with_zeros_for_none():
+    verdicts = found(stars())
+    assert ids(verdicts, "warning") == {ID} and verdicts[0].confidence == "likely"
+    assert not found(stars(), masked=0.0)
+
+
+@pytest.mark.parametrize(
+    "mask_of",
+    [
+        lambda y: y >= 0,
+        lambda y: y != -1,
+        lambda y: ~y.isnan(),
+        lambda y: ~(y < 0),
+    ],
+)
+def test_a_mask_that_leaves_nothing_out(mask_of):
+    verdicts = found(stars(), mask_of=mask_of, steps=3)
+    assert [v.level for v in verdicts] == ["warning", "warning", "problem"]
+    assert "leaves none out" in " ".join(verdicts[-1].evidence)
+    assert not found(stars(), mask_of=lambda y: y > 0, steps=3)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_mask_that_selects_everything(both):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(6, 30), torch.randn(40, 6), stars()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss():
+        known = y >= 0
+        if both:
+            return F.mse_loss(model(x)[known], y[known])
+        return (model(x) - y)[known].square().mean()
+
+    verdicts = examine(
+        do_missing_entries_count, model, optimizer, plain_step(model, optimizer, loss), steps=3
+    )
+    assert ids(verdicts, "problem") == {ID}
+
+
+def test_a_mask_that_has_left_something_out_is_no_problem():
+    y = stars()
+    states = iter([y, y, torch.where(torch.rand_like(y) < 0.1, -1.0, y), y, y, y, y])
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 30), torch.randn(40, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss():
+        target = next(states)
+        known = target >= 0
+        return ((model(x) - target) ** 2 * known).sum() / known.sum()
+
+    verdicts = examine(
+        do_missing_entries_count, model, optimizer, plain_step(model, optimizer, loss), steps=7
+    )
+    assert not ids(verdicts, "problem")
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -51,6 +113,10 @@ def test_a_number_that_nobody_measures():
         (torch.rand(40, 30) < 0.3).float(),
         torch.rand(40, 30) * (torch.rand(40, 30) < 0.3),  # sparse, of all sizes
         torch.randn(40, 30) * (torch.rand(40, 30) < 0.3),  # silence between signs
+        torch.poisson(torch.full((40, 30), 0.7)) / 4,
+        torch.randint(0, 3, (40, 30)).float(),
+        (torch.randint(0, 256, (40, 30)) * (torch.rand(40, 30) < 0.5)) / 255,  # a picture's bytes
+        torch.randint(0, 6, (40, 30)).float(),  # grades from 0 on, all as frequent
     ],
 )
 def test_other_targets_are_silent(target):

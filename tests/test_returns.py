@@ -92,6 +92,19 @@ def inner_loops(loop, number):  # Reptile, four tasks of five steps to one outer
         loop.online.load_state_dict(loop.start)
 
 
+def inner_loops_of_which_the_first_is_long(loop, number):
+    if number in (8, 16, 24, 32, 40, 44, 48, 52):
+        if number >= 40:
+            loop.start = {key: 0.9 * value for key, value in loop.start.items()}
+        loop.online.load_state_dict(loop.start)
+
+
+@torch.no_grad()
+def stay_inside_of_bounds(loop, number):
+    for parameter in loop.online.parameters():
+        parameter.clamp_(-0.001, -0.001)  # as far as it goes, all of them
+
+
 def lend_the_average(loop, number):
     own = copy.deepcopy(loop.online.state_dict())
     loop.online.load_state_dict(loop.start)
@@ -125,6 +138,8 @@ def start_anew_with_the_optimizers_state(loop, number):
         restore_once,
         restore_best_at_the_end,
         inner_loops,
+        inner_loops_of_which_the_first_is_long,
+        stay_inside_of_bounds,
         lend_the_average,
         clamp,
         start_anew,

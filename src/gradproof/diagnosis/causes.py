@@ -340,7 +340,11 @@ CAUSES = (
         "the mix of labels over batches; batches that repeat",
         "shuffle, seed workers differently, and balance or weight rare classes",
         raised_by=("loss_oscillating", "ranks_see_the_same"),
-        experiments=("do_batches_differ", "has_validation_been_trained_on"),
+        experiments=(
+            "do_batches_differ",
+            "has_validation_been_trained_on",
+            "are_rare_classes_drawn_more_often",
+        ),
     ),
     Cause(
         "distributed-desync",

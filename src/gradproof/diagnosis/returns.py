@@ -26,6 +26,8 @@ def weights_put_back(run: Run) -> Iterator[Symptom]:
     taking_part = called.get("times", 0) > 0.3 * len(run)
     if not taking_part and found["times"] < 3:
         return
+    if every < 2 and not found["loaded"]:  # weights that are kept inside of bounds, and lie on them
+        return
     state = (
         "those that the run began with" if found["initial"] else f"those that were there at step {steps[0]}"
     )

@@ -49,6 +49,7 @@ from gradproof.experiments.positions import is_the_mean_over_what_counts, which_
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.rounding import are_whole_numbers_kept
 from gradproof.experiments.runaway import does_a_weight_of_the_loss_run_away
+from gradproof.experiments.samplers import are_rare_classes_drawn_more_often
 from gradproof.experiments.samples import are_samples_independent
 from gradproof.experiments.saturation import is_attention_healthy
 from gradproof.experiments.scale import are_numbers_of_a_fitting_size
@@ -106,6 +107,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_the_optimizer_hold_everything,
     is_a_path_cut,
     has_validation_been_trained_on,
+    are_rare_classes_drawn_more_often,
     are_units_all_the_same,
     is_it_too_large,
     is_too_much_dropped,

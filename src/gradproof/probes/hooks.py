@@ -26,6 +26,7 @@ from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.pairs import pairs
 from gradproof.probes.returns import returns
+from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 
@@ -288,6 +289,7 @@ LISTENERS = (
     epochs,
     data_sets,
     pairs,
+    samplers,
     compilation,
     evals,
     without_gradient,

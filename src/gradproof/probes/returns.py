@@ -40,9 +40,7 @@ def returns(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -
         def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if seen.over or not session.alive or not chosen(optimizer):
                 return
-            if (
-                session._unseen
-            ):  # a budget leaves this step out: what is written meanwhile is not known either
+            if session._unseen:  # what is written around a step that is passed over is not known
                 seen.left.pop(optimizer, None)
                 return
             began = time.perf_counter()
@@ -110,9 +108,12 @@ class Returns:
             self.after(optimizer)  # one writing is seen once, whatever number of optimizers it is about
         steps = self.states.setdefault(tuple(state.values()), [])
         steps.append(self.session.step)
-        self.over = len(self.states) > MOST_STATES
-        if len(steps) >= 2 and len(steps) == max(map(len, self.states.values())):
+        if len(self.states) > MOST_STATES:
+            self._it_is_meant()
+        elif len(steps) >= 2 and len(steps) == max(map(len, self.states.values())):
             self._describe(steps, state == self.first)
+        if "returns" in self.session.facts:
+            self.session.facts["returns"]["writes"] = sum(map(len, self.states.values()))
 
     def _optimizer_is_put_back(self) -> bool:
         loaded = self.session.facts.get("optimizer_states", {}).get("loaded", 0)
@@ -123,12 +124,12 @@ class Returns:
         facts = self.session.facts.setdefault("returns", {})
         if not facts:
             line = self._loaded()
+            facts["loaded"] = line is not None
             facts["line"] = self._copying_line() if line is None else line
             facts["source"] = find_source(list(self.first))
         facts.update(
             steps=steps[:20],
             times=len(steps),
-            writes=sum(map(len, self.states.values())),
             initial=initial,
             moments=any(map(has_moments, self.first)),
         )

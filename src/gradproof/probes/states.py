@@ -43,7 +43,7 @@ def loads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
         result = original(self, state_dict, *args, **kwargs)
         if facts is not None:
             found.append(facts)
-        if session.alive and session.step > 0:
+        if session.alive and any(session.names.of_parameter(p) is not None for p in self.parameters()):
             session.facts["_last_load"] = (session.step, user_line())
         return result
 
