@@ -177,12 +177,13 @@ def test_every_family_with_calls_exists():
 
 def test_what_the_catalogue_names_exists():
     """Symptoms, experiments and interventions of each family, and every experiment in some family."""
-    from gradproof.diagnosis import bookkeeping, ranks, symptoms
+    from gradproof.diagnosis import causes
     from gradproof.diagnosis.causes import CAUSES
     from gradproof.experiments.examination import EXPERIMENTS, GLANCES
     from gradproof.probes.interventions import INTERVENTIONS
 
-    source = "".join(Path(module.__file__).read_text() for module in (bookkeeping, ranks, symptoms))
+    catalogue = Path(causes.__file__)
+    source = "".join(file.read_text() for file in catalogue.parent.glob("*.py") if file != catalogue)
     experiments = {function.__name__ for function in (*GLANCES, *EXPERIMENTS)}
     fixes = {function.__name__ for function in INTERVENTIONS}
     for cause in CAUSES:

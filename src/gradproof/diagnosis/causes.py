@@ -231,7 +231,12 @@ CAUSES = (
         "the terms of the loss and the sizes of their gradients; the loss along −gradient",
         "check the sign of each term, mean against sum, and the weights between terms",
         raised_by=("loss_rising",),
-        experiments=("is_the_loss_the_right_way_up", "are_terms_weighed_alike", "do_the_players_disagree"),
+        experiments=(
+            "is_the_loss_the_right_way_up",
+            "are_terms_weighed_alike",
+            "do_the_players_disagree",
+            "is_exploring_rewarded",
+        ),
     ),
     Cause(
         "axis-or-shape-error",
@@ -308,7 +313,7 @@ CAUSES = (
         "the gain of each block or time step",
         "use residuals, normalisation, ReLU-like activations or gated units, and variance-keeping initial weights",
         raised_by=("vanishing_gradients", "loss_not_improving"),
-        experiments=("where_does_the_signal_go",),
+        experiments=("where_does_the_signal_go", "does_the_beginning_reach_the_end"),
     ),
     Cause(
         "bad-init",

@@ -46,7 +46,7 @@ def returns(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -
             began = time.perf_counter()
             taped = session.taping is not None and session.taping.active
             try:
-                with torch.no_grad(), _disable_current_modes() if taped else nullcontext():
+                with _disable_current_modes() if taped else nullcontext():
                     look(optimizer)
             except Exception:  # sharded, sparse, on another device: weights of a kind that is not known here
                 seen.over = True
