@@ -230,6 +230,16 @@ def test_windows_of_micro_batches(tmp_path):
     assert cleared == {"grad-accumulation-error/overwritten"}
 
 
+def test_two_stages_of_training_may_have_windows_of_their_own(tmp_path):
+    writer = RunWriter(tmp_path / "run", {"optimizers": [{"name": "a"}, {"name": "b"}]})
+    for step in range(90):
+        late = step >= 60
+        writer.write_step({"step": step, "loss": 1.0, "order": "bbbsz" if late else "bsz", "lr": 0.1,
+                           "optimizer": int(late), "backwards": 3 if late else 1})  # fmt: skip
+    writer.close()
+    assert not list(bookkeeping.uneven_windows(open_run(tmp_path / "run")))
+
+
 @pytest.mark.parametrize("norm, found", [(math.inf, True), (1e6, False)])
 def test_a_clip_that_makes_nan_of_infinity(norm, found, tmp_path):
     writer = RunWriter(tmp_path / "run", {"facts": {"lines": {"clip": ["train.py:7"]}}})

@@ -150,7 +150,10 @@ def test_a_divergence_that_is_not_averaged():
     assert not confirmed_ids(are_terms_weighed_alike, decay)
 
 
-@pytest.mark.parametrize("divisor, ids", [(1, ["grad-accumulation-error/not-divided"]), (4, [])])
+@pytest.mark.parametrize(
+    "divisor, ids",
+    [(1, ["grad-accumulation-error/not-divided"]), (2, ["grad-accumulation-error/not-divided"]), (4, [])],
+)
 def test_micro_batches(divisor, ids):
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,6 +164,18 @@ def test_micro_batches(divisor, ids):
         optimizer.step()
     evidence = Evidence(tape, 1, {"": model}, [optimizer], [1.0])
     assert confirmed_ids(do_micro_batches_add_up, evidence) == ids
+
+
+def test_terms_of_a_micro_batch_that_are_weighed_and_divided():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        optimizer.zero_grad()
+        for x, y in zip(X.split(5), CLASS.split(5), strict=True):
+            loss = 7.2 * model(x).square().mean() + 0.2 * F.cross_entropy(model(x), y)
+            (loss / 4).backward()
+        optimizer.step()
+    assert not confirmed_ids(do_micro_batches_add_up, Evidence(tape, 1, {"": model}, [optimizer], [1.0]))
 
 
 @pytest.mark.parametrize("added", [True, False])

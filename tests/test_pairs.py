@@ -50,3 +50,8 @@ def test_samples_augmented_anew_never_come_twice(tmp_path):
         return torch.stack([x + 0.1 * torch.randn(6) for x, _ in batch]), torch.stack([y for _, y in batch])
 
     assert not diagnosed(tmp_path / "a", data, noisy)
+
+
+def test_samples_that_rounding_has_made_alike_are_not_taken_for_one(tmp_path):
+    coarse = torch.linspace(0, 1, 512).to(torch.bfloat16).float()[:, None].expand(512, 6)
+    assert not diagnosed(tmp_path / "a", TensorDataset(coarse, torch.arange(512) % 3))

@@ -315,3 +315,25 @@ def test_checkpoint_that_recomputes_other_dropout_is_found():
             out = checkpoint(model, x, use_reentrant=True, preserve_rng_state=keep)
             out.square().sum().backward()
         assert shadow(tape).right == right
+
+
+class NearestCode(torch.autograd.Function):
+    """A lookup in a codebook: a step function of what is looked up, with a gradient that is passed straight on."""
+
+    @staticmethod
+    def forward(ctx, z, codes):
+        nearest = torch.cdist(z, codes).argmin(1)
+        return codes[nearest]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_a_codebook_passed_straight_through_is_meant():
+    torch.manual_seed(0)
+    model, codes, x = nn.Linear(4, 3), torch.randn(5, 3), torch.randn(8, 4)
+    with record({p: n for n, p in model.named_parameters()}) as tape:
+        NearestCode.apply(model(x), codes).square().mean().backward()
+    answer = shadow(tape)
+    assert not answer.culprits and "straight-through" in answer.surrogates[0].surrogate

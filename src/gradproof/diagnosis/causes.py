@@ -236,6 +236,7 @@ CAUSES = (
             "are_terms_weighed_alike",
             "do_the_players_disagree",
             "is_exploring_rewarded",
+            "does_a_weight_of_the_loss_run_away",
         ),
     ),
     Cause(

@@ -28,20 +28,24 @@ def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
         return
     # what a mean over its own part counts for; a sum that is divided by its part is one, too
     divided = [term.weight * math.prod(term.operand if term.mean else term.operand[:1]) for term in terms]
-    if all(share > 0.99 for share in divided):
-        shorter = evidence.loss_at(evidence.moved(1 / len(calls)))
-        whole = evidence.loss_at(evidence.moved(1.0))
-        harmful = type(evidence.optimizers[0]).__name__ not in ADAPTIVE and not whole <= shorter
-        yield confirmed(
-            f"{FAMILY}/not-divided",
-            f"{len(calls)} backwards a step add up their means, and nothing divides by {len(calls)}: "
-            f"the gradient is {len(calls)} times that of the whole batch",
-            f"the loss of this batch after the step {whole:.4g}, after a step {len(calls)} times shorter {shorter:.4g}",
-            where=place_of("", terms[0].operation.line),
-            fix=f"(loss / {len(calls)}).backward()",
-            level="problem" if harmful else "warning",
-            confidence="likely",
-        )
+    # of a loss of several terms, what weighs them cannot be told from what divides them
+    total = sum(divided) if len(terms) == len(calls) else len(calls) * float(min(divided) > 0.99)
+    if total < 1.5:
+        return
+    shorter = evidence.loss_at(evidence.moved(1 / total))
+    whole = evidence.loss_at(evidence.moved(1.0))
+    harmful = type(evidence.optimizers[0]).__name__ not in ADAPTIVE and not whole <= shorter
+    by = "nothing divides" if min(divided) > 0.99 else f"each is divided by {1 / divided[0]:.3g}, not"
+    yield confirmed(
+        f"{FAMILY}/not-divided",
+        f"{len(calls)} backwards a step add up their means, and {by} by {len(calls)}: "
+        f"the gradient is {total:.3g} times that of the whole batch",
+        f"the loss of this batch after the step {whole:.4g}, after a step {total:.3g} times shorter {shorter:.4g}",
+        where=place_of("", terms[0].operation.line),
+        fix=f"(loss / {len(calls)}).backward()",
+        level="problem" if harmful else "warning",
+        confidence="likely",
+    )
 
 
 def gradients_lost(evidence: Evidence) -> Verdict | None:

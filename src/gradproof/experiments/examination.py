@@ -82,9 +82,12 @@ GLANCES: tuple[Experiment, ...] = (
     do_stored_data_drift,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
+    # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
+    do_micro_batches_add_up,
+    do_shapes_meet,
+    does_the_optimizer_hold_everything,
     is_the_gradient_right,
     is_the_step_too_long_or_short,
-    do_shapes_meet,
     does_the_output_fit_the_loss,
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
@@ -101,10 +104,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_terms_weighed_alike,
     is_exploring_rewarded,
     does_a_weight_of_the_loss_run_away,
-    do_micro_batches_add_up,
     are_numbers_of_a_fitting_size,
     where_does_the_loss_start,
-    does_the_optimizer_hold_everything,
     is_a_path_cut,
     has_validation_been_trained_on,
     are_rare_classes_drawn_more_often,

@@ -34,6 +34,34 @@ def do_shapes_meet(evidence: Evidence) -> Iterator[Verdict]:
                 lasting=True,
             )
             return
+        if _sums_over_samples(evidence, op):
+            shape = list(flow.tape.slots[flow.reads(op)[0]].shape)
+            yield confirmed(
+                "axis-or-shape-error/over-the-batch",
+                f"{op.name} of {shape} runs over its first axis, the {shape[0]} samples of the batch, not over the "
+                f"{shape[1]} numbers that each of them has",
+                where=place_of("", op.line),
+                fix="name the other axis: dim=1 or dim=-1",
+                confidence="likely",
+                lasting=True,
+            )
+            return
+
+
+def _sums_over_samples(evidence: Evidence, op: Operation) -> bool:
+    """A logsumexp or softmax of the loss, of (samples, a few) along the samples; all pairs make a square."""
+    flow = evidence.flow
+    if (
+        op.name not in ("logsumexp", "_softmax", "_log_softmax")
+        or not flow.inputs
+        or flow.tail.isdisjoint(op.makes)
+    ):
+        return False
+    shape = flow.tape.slots[flow.reads(op)[0]].shape
+    axis = op.args[1] if len(op.args) > 1 else None
+    axes = [axis] if isinstance(axis, int) else list(axis or ())
+    batch = evidence.slot(flow.inputs[0]).shape[0]
+    return len(shape) == 2 and shape[0] == batch >= 8 and 2 <= shape[1] != batch and axes in ([0], [-2])
 
 
 def _crossed(flow: Flow, op: Operation) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

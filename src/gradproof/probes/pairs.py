@@ -36,9 +36,11 @@ def pairs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
         with suppress(Exception), _disable_current_modes():
             if session.alive and torch.utils.data.get_worker_info() is None:
                 seen = known.setdefault(id(self.dataset), Pairs())
-                if seen.look(rows, batch) and seen.again >= FEWEST:
-                    code = getattr(self.collate_fn, "__code__", None)
-                    line = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else ""
+                changed = seen.look(rows, batch) and seen.again >= FEWEST
+                if not seen.distinct:
+                    session.facts.pop("pairs", None)
+                elif changed:
+                    line = line_of_function(self.collate_fn)
                     session.facts["pairs"] = {"again": seen.again, "other": seen.other, "line": line}
         session.own_seconds += time.perf_counter() - began
         return batch
@@ -47,12 +49,26 @@ def pairs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
     stack.callback(setattr, fetch._MapDatasetFetcher, "fetch", original)
 
 
+def line_of_function(function: Any) -> str:
+    """Where a function of the script begins; empty for one of PyTorch's own."""
+    code = getattr(function, "__code__", None)
+    if code is None or "torch" in code.co_filename.split("/"):
+        return ""
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+
+
 class Pairs:
     """The samples of one data set, by fingerprint, with the target that each had first and the rows it came among."""
 
     def __init__(self) -> None:
         self.first: dict[float, tuple[float, frozenset[int]]] = {}
         self.batches = self.again = self.other = 0
+        self.seen = self.alike = 0  # samples, and those of which a batch held two
+
+    @property
+    def distinct(self) -> bool:
+        """Samples that are alike by nature may well have several targets."""
+        return self.alike <= 0.01 * self.seen
 
     def look(self, rows: Any, batch: Any) -> bool:
         """Whether samples came again with other targets."""
@@ -70,6 +86,8 @@ class Pairs:
             return False
         given = sum(fingerprints(part) * (index + 1) for index, part in enumerate(tensors[:-1]))
         samples, answers = given.tolist(), fingerprints(tensors[-1]).tolist()  # type: ignore[union-attr]
+        self.seen += size
+        self.alike += size - len(set(samples))
         for sample, answer in zip(samples, answers, strict=True):
             before, rows_before = self.first.get(sample, (answer, frozenset()))
             if among & rows_before and samples.count(sample) == 1:  # one row, twice; not two that are alike

@@ -297,8 +297,8 @@ def _parameter_name(tape: Tape, slot: int) -> str:
 
 
 STEP_FUNCTIONS = {
-    "round", "sign", "sgn", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "heaviside", "argmax",
-    "bernoulli", "_to_copy",
+    "round", "sign", "sgn", "floor", "ceil", "trunc", "gt", "ge", "lt", "le", "heaviside", "argmax", "argmin",
+    "bernoulli", "multinomial", "topk", "sort", "argsort", "bucketize", "searchsorted", "_to_copy",
 }  # fmt: skip
 
 
