@@ -155,6 +155,32 @@ def pairs_change(run: Run) -> Iterator[Symptom]:
         yield Symptom("pairs_change", "problem", text, None, seen["line"] or None, suspects)
 
 
+def files_as_text(run: Run) -> Iterator[Symptom]:
+    """Numbered files read in the order of their names as text, and a network that learns its samples by heart.
+
+    Two kinds of files read so, images and their masks, may well belong together.
+    """
+    found = [kind for kind in (facts(run, "files") or {}).values() if kind["count"] >= 24]
+    epoch, loss = run.steps["epoch"], run.steps["loss"]
+    first = loss[(epoch == np.nanmin(epoch)) & np.isfinite(loss)] if np.isfinite(epoch).any() else loss[:0]
+    if len(found) != 1 or len(first) < 20 or len(first) == len(loss):
+        return
+    (kind,) = found
+    start, passed, last = (
+        float(np.median(x)) for x in (first[:5], first[-10:], loss[np.isfinite(loss)][-10:])
+    )
+    text = f"{kind['names'][0]} is read before {kind['names'][1]}: the names are sorted as text, not by their numbers"
+    if start > 0 and passed > 0.93 * start and last < 0.9 * start:
+        text += (
+            f"; in the first epoch, where every sample is new, the loss goes from {start:.3g} to {passed:.3g}, "
+            f"then it falls to {last:.3g}: the network learns by heart what the labels of other files are"
+        )
+        level = "problem"
+    else:
+        level = "note"
+    yield Symptom("files_as_text", level, text, None, kind["line"], ("data-target-misaligned/files-as-text",))
+
+
 def clip_misses(run: Run) -> Iterator[Symptom]:
     """A clip that was given other parameters than those that are stepped, or one tensor at a time."""
     clip = facts(run, "clip")
@@ -391,6 +417,7 @@ BOOKKEEPING = (
     average_too_slow,
     stored_data_changed,
     pairs_change,
+    files_as_text,
     clip_misses,
     clip_sets_the_step,
     clip_of_infinity,

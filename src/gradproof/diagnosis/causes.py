@@ -193,7 +193,7 @@ CAUSES = (
         "targets do not belong to inputs",
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
-        raised_by=("pairs_change", "loss_not_improving"),
+        raised_by=("pairs_change", "files_as_text", "loss_not_improving"),
         experiments=("do_targets_line_up", "do_targets_belong_to_inputs", "is_one_side_augmented"),
     ),
     Cause(

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from gradproof.probes.datasets import data_sets
+from gradproof.probes.files import files_read
 from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.pairs import pairs
@@ -289,6 +290,7 @@ LISTENERS = (
     epochs,
     data_sets,
     pairs,
+    files_read,
     samplers,
     compilation,
     evals,
