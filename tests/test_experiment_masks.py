@@ -176,3 +176,13 @@ def test_what_a_packed_recurrence_writes_into_a_view_is_seen(options, ids):
     model = Tagger()
     loss = lambda: F.cross_entropy(model(words, lengths).flatten(0, 1), tags.flatten(), **options)  # noqa: E731
     assert confirmed_ids(which_positions_count, evidence_of(model, loss)) == ids
+
+
+@pytest.mark.parametrize("answers_count, id", [(True, []), (False, ["loss-mask-error/rest-left-out"])])
+def test_prompts_and_answers(answers_count, id):
+    ids = padded()
+    targets = torch.cat([ids[:, 1:], torch.full((ROWS, 1), PAD)], 1)
+    places = torch.arange(LENGTH)
+    targets = torch.where((places < 1) if answers_count else (places >= 1), -100, targets)
+    targets[targets == PAD] = -100
+    assert confirmed_ids(which_positions_count, step(Encoder(), ids, targets)) == id

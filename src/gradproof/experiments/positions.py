@@ -50,6 +50,18 @@ def verdict_on(grid: Grid, pad: int | None, counts: Tensor) -> Iterator[Verdict]
             lasting=True,
         )
         return
+    if rest_left_out(grid, pad, counts):
+        yield confirmed(
+            f"{FAMILY}/rest-left-out",
+            "in every row the loss counts from the first token on and ends before the text does: what comes last, as a "
+            "rule the answer, is never learned",
+            where=grid.evidence.flow.origin(grid.comparison.target, grid.comparison.operation.line),
+            fix="ignore the prompt and let the answer count: labels[:prompt_length] = -100",
+            level="warning",
+            confidence="likely",
+            lasting=True,
+        )
+        return
     if pad is None:
         return
     # a target may be the padding token; a tag of another vocabulary is padding where its token is
@@ -71,6 +83,20 @@ def verdict_on(grid: Grid, pad: int | None, counts: Tensor) -> Iterator[Verdict]
         )
     else:
         yield excluded(f"{FAMILY}/padding-counts", f"{text} ({ignored})")
+
+
+def rest_left_out(grid: Grid, pad: int | None, counts: Tensor) -> bool:
+    """Of next tokens, only those at the beginning of each row count, though the text goes on for two more at least."""
+    if grid.share_at(1) < 0.98:
+        return False
+    length = grid.targets.shape[1]
+    tokens = grid.tokens
+    real = torch.ones_like(tokens, dtype=torch.bool) if pad is None else tokens != pad
+    followed = real[:, :length] & torch.nn.functional.pad(real, (0, length))[:, 1 : length + 1]
+    ends = counts.long().cumsum(1) == counts.sum(1, keepdim=True)  # from the last position that counts on
+    behind = (followed & ends & ~counts).sum(1)
+    begins = counts[:, 0] & (counts.long().diff(dim=1) <= 0).all(1)
+    return bool((behind >= 2).double().mean() > 0.9) and bool(begins.double().mean() > 0.9)
 
 
 def is_the_mean_over_what_counts(evidence: Evidence) -> Iterator[Verdict]:
