@@ -749,3 +749,21 @@ def test_a_loss_that_gives_back_some_of_what_it_has_learned(written, last, level
         + 0.002 * np.tile(NOISE, 4)[:200]
     )
     assert level in {seen(written(loss=curve).read()).get(name) for name in ("loss_drifting", "loss_rising")}
+
+
+@pytest.mark.parametrize("last, level", [(2.25, "note"), (1.2, None)])
+def test_a_loss_that_hardly_falls(written, last, level):
+    curve = np.linspace(2.3, last, 60) + 1e-3 * NOISE[:60]
+    assert seen(written(loss=curve).read()).get("loss_hardly_falling") == level
+
+
+@pytest.mark.parametrize(
+    "limit, kind, found", [(0.01, "SGD", True), (0.5, "SGD", False), (0.01, "Adam", False)]
+)
+def test_a_clip_that_sets_the_step(tmp_path, limit, kind, found):
+    writer = RunWriter(tmp_path / "run", {"optimizers": [{"name": "optimizer", "class": kind}]})
+    for step in range(40):
+        row = {"step": step, "loss": 1.0 - 0.01 * step, "order": "zbcs", "lr": 0.1}
+        writer.write_step({**row, "norm_before_clip": 2.0, "clip_limit": limit})
+    writer.close()
+    assert ("clip_sets_the_step" in seen(open_run(tmp_path / "run"))) == found

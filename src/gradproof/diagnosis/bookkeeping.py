@@ -365,12 +365,10 @@ def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tupl
 
 def uneven_windows(run: Run) -> Iterator[Symptom]:
     """Gradients of very different numbers of backwards between steps: the count that decides when to step is off."""
-    single = np.array(
-        [order.count("z") <= 1 for order in run.steps["order"]], dtype=bool
-    )  # closures clear each time
-    for track in tracks(
-        run
-    ):  # a second stage of training, with its own optimizer, may have windows of its own
+    # closures clear each time
+    single = np.array([order.count("z") <= 1 for order in run.steps["order"]], dtype=bool)
+    # a second stage of training, with its own optimizer, may have windows of its own
+    for track in tracks(run):
         counts = run.steps["backwards"][track.rows]
         counts = counts[np.isfinite(counts) & single[track.rows] & (counts > 0)].astype(int)
         yield from uneven(run, counts)
