@@ -7,7 +7,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 model.bfloat16()  # fix:
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+optimizer = torch.optim.SGD(model.parameters(), lr=3e-4)
 
 for step in range(300):
     x = torch.randn(32, 8)
