@@ -265,19 +265,14 @@ ACTIVATIONS = (
 )
 
 
-HUGE_UPDATE = 0.15  # of a weight's size at each step: no training that goes well is seen to need that
-
-
 def update_ratio(run: Run) -> Iterator[Symptom]:
     """Steps far too small or too large for the weights they change."""
     ratios = update_ratios(run)
-    if ratios is None or len(run) < 20 or all_at_optimum(run):
+    if ratios is None or len(run) < 20 or loss_fell(run) or all_at_optimum(run):
         return
     names, values = ratios
     typical = float(np.median(values))
     worst = int(np.argmax(values))
-    if loss_fell(run) and typical < HUGE_UPDATE:
-        return
     if typical < 1e-6:
         text = f"a step changes the weights by {typical:.1e} of their size: a thousand steps move nothing"
         yield Symptom("tiny_updates", "warning", text, None, None, ("lr-too-low/tiny-updates",))
