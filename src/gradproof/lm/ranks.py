@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported after the group is made, it keeps the group, and gloo's threads, past the end
 from torch import Tensor
 
 from gradproof.errors import UserError

@@ -5,6 +5,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group: imported later, it would hold gloo's threads past the end
 import torch.nn as nn
 
 WORLD = 2
