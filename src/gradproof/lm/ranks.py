@@ -58,6 +58,8 @@ def joined_ranks(device: str) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         yield Ranks(rank, world, place)
+        # gloo's threads may still hold a tensor of the last reduction; freed while Python ends, it aborts the process
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

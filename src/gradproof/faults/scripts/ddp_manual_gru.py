@@ -88,6 +88,7 @@ def run(rank, init_file):
         with torch.no_grad():
             acc = (averaged(tokens).argmax(dim=-1) == depths).float().mean().item()
         print(f"accuracy {acc:.4f} rank spread {spread:.2e}", flush=True)
+    dist.barrier()  # nobody leaves while gloo still holds a tensor of the last reduction
     dist.destroy_process_group()
 
 
