@@ -155,7 +155,7 @@ CAUSES = (
         "the loss along the actual update: it falls for a small part of the step and rises at its end",
         "divide the learning rate by ten, and warm it up over the first hundred steps or so",
         raised_by=("loss_rising", "loss_oscillating", "loss_spike", "huge_updates", "nonfinite"),
-        experiments=("is_the_step_too_long_or_short",),
+        experiments=("is_the_step_too_long_or_short", "can_it_learn_this_batch"),
         intervention="lr",
     ),
     Cause(

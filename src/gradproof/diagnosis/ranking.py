@@ -187,8 +187,20 @@ def suggest_next(found: list[Finding], run: Run) -> tuple[str, ...]:
         if BY_FAMILY[finding.family].intervention and finding.level != "note":
             wanted.append(f"`gradproof run --verify SCRIPT`: tries the fix of {finding.id} from outside")
             break
-    wanted.append("`gradproof.sanity.check_model`: can this model learn one batch at all?")
+    wanted.append(about_one_batch(run))
     return tuple(wanted[:2])
+
+
+def about_one_batch(run: Run) -> str:
+    """Whether the fault is more likely in model and loss, or in the data: a network that learns cannot but learn one
+    batch by heart."""
+    tried = run.info.get("facts", {}).get("one_batch")
+    if tried is None:
+        return "`gradproof.sanity.check_model`: can this model learn one batch at all?"
+    numbers = f"{tried['start']:.4g} to {tried['end']:.4g} in {tried['steps']} steps"
+    if tried["end"] < 0.5 * tried["start"]:
+        return f"look at the data first: one batch alone is learned ({numbers}), so model and loss can learn"
+    return f"look at model and loss first: not even one batch is learned by heart ({numbers}) at this rate or a tenth"
 
 
 def add_trials(causes: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:

@@ -40,6 +40,7 @@ from gradproof.experiments.normalisation import (
     is_it_normalised_over_features,
     is_rescaling_bounded,
 )
+from gradproof.experiments.one_batch import can_it_learn_this_batch
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
@@ -88,6 +89,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_the_optimizer_hold_everything,
     is_the_gradient_right,
     is_the_step_too_long_or_short,
+    can_it_learn_this_batch,
     does_the_output_fit_the_loss,
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
