@@ -82,6 +82,17 @@ def loads_nothing(run: Run) -> Iterator[Symptom]:
             )
 
 
+def loads_overwritten(run: Run) -> Iterator[Symptom]:
+    """Weights that were loaded and, before any step, hold something else: an initialisation came after the load."""
+    for load in (facts(run, "overwritten_loads") or ())[:1]:
+        text = (
+            f"what load_state_dict brought into {load['class']} ({load['line']}) is gone before step {load['step']}: "
+            f"none of its {load['matrices']} matrices resembles what was loaded, and nothing has stepped in between"
+        )
+        suspects = ("weights-state-error/overwritten",)
+        yield Symptom("loads_overwritten", "problem", text, load["step"], load["line"] or None, suspects)
+
+
 def optimizer_state_lost(run: Run) -> Iterator[Symptom]:
     """Moments that a checkpoint holds and nobody loads; optimizers that are made anew again and again."""
     states = facts(run, "optimizer_states")
@@ -411,6 +422,7 @@ def _momentum(run: Run) -> bool:
 BOOKKEEPING = (
     validates_in_train_mode,
     loads_nothing,
+    loads_overwritten,
     optimizer_state_lost,
     average_too_slow,
     stored_data_changed,

@@ -378,6 +378,12 @@ CAUSES = (
                 "keep copy.deepcopy(model.state_dict()): a state_dict is a view of the weights that go on training",
             ),
             ("keys", "make the keys fit (strip or add the prefix) and load with strict=True"),
+            ("overwritten", "initialise first (apply, reset_parameters, nn.init), then load the checkpoint"),
+            (
+                "average-thrown-away",
+                "write the average back: target.lerp_(weight, 1 - decay) or target.copy_(...), under no_grad; "
+                "`target = ...` only gives a local name another tensor",
+            ),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
             (
@@ -398,6 +404,7 @@ CAUSES = (
         ),
         raised_by=(
             "loads_itself",
+            "loads_overwritten",
             "keys_do_not_fit",
             "optimizer_not_restored",
             "optimizer_remade",
@@ -409,6 +416,7 @@ CAUSES = (
             "does_the_optimizer_do_what_was_meant",
             "does_the_average_follow",
             "how_slow_is_the_average",
+            "is_the_average_kept",
         ),
     ),
     Cause(

@@ -29,6 +29,7 @@ PROOFS = (
     "validates_in_train_mode",
     "dropout_always_on",
     "loads_itself",
+    "loads_overwritten",
     "keys_do_not_fit",
     "dies-early",
     "warmup-never-ends",

@@ -31,6 +31,7 @@ from gradproof.experiments.initial import are_units_all_the_same, is_it_too_larg
 from gradproof.experiments.leaks import has_validation_been_trained_on
 from gradproof.experiments.left_out import is_a_class_left_out
 from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
+from gradproof.experiments.lost_average import is_the_average_kept
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
@@ -131,6 +132,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_two_things_share_memory,
     does_the_average_follow,
     how_slow_is_the_average,
+    is_the_average_kept,
 )
 
 

@@ -100,7 +100,9 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
         return None
     steps = len(chain.slots) - 1
     growth = forward[-1] / forward[0] if forward[0] > 0 else math.nan
-    flow = backward[0] / backward[-1] if len(backward) > 1 and backward[-1] > 0 else math.nan
+    # exactly nothing is a gate that is shut, or units that are off; what dies out leaves a trail that grows smaller
+    trail = [size for size in backward if size > 0]
+    flow = trail[0] / trail[-1] if len(trail) > 1 and backward[-1] > 0 else math.nan
     numbers = f"along {len(chain.slots)} {chain.kind} of {chain.name} "
     numbers += f"the signal goes from {forward[0]:.2g} to {forward[-1]:.2g}"
     if len(backward) > 1:

@@ -25,6 +25,7 @@ from gradproof.probes.datasets import data_sets
 from gradproof.probes.files import files_read
 from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
+from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
 from gradproof.probes.returns import returns
 from gradproof.probes.samplers import samplers
@@ -296,6 +297,7 @@ LISTENERS = (
     evals,
     without_gradient,
     loads,
+    overwritten_loads,
     optimizer_states,
     returns,
     clip_coverage,
