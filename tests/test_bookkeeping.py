@@ -84,6 +84,25 @@ def test_functional_dropout_that_is_always_on(tmp_path):
     assert "test_bookkeeping.py:" in causes["train-eval-mode-error/functional-dropout"].where
 
 
+class MadeInForward(Net):
+    def forward(self, x):
+        return self.last(nn.Dropout(0.2)(self.first(x)))
+
+
+class FoundByEval(Net):
+    def forward(self, x):
+        return self.last(self.drop(self.first(x)))
+
+
+@pytest.mark.parametrize("model", [MadeInForward, FoundByEval])
+def test_a_dropout_that_eval_does_not_reach(tmp_path, model):
+    causes = train(tmp_path, model=model(), after_epoch=validate)
+    found = causes.get("train-eval-mode-error/functional-dropout")
+    assert (found is not None) == (model is MadeInForward)
+    if found:
+        assert "eval() does not reach" in found.evidence[0] and "test_bookkeeping.py:" in found.where
+
+
 def test_nothing_stays_wrapped():
     before = torch.no_grad.__enter__, nn.Module.eval, nn.Module.load_state_dict, torch.load, F.dropout
     model = Net()
@@ -131,7 +150,9 @@ def test_keys_that_fit_nowhere(tmp_path, prefix):
 def test_clip_of_other_parameters(tmp_path, whole):
     other = Net()
     clip = lambda m: nn.utils.clip_grad_norm_((m if whole else other).parameters(), 1.0)  # noqa: E731
-    assert ("grad-clip-misuse/wrong-parameters" in train(tmp_path, clip=clip)) != whole
+    found = train(tmp_path, clip=clip).get("grad-clip-misuse/wrong-parameters")
+    assert (found is None) == whole
+    assert whole or found.confidence == "proven"
 
 
 def test_clip_of_one_tensor_at_a_time(tmp_path):

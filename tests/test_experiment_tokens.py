@@ -128,6 +128,16 @@ def test_what_attention_sees(kind, id):
     assert "blocks.0" in found[0].where and "test_experiment_tokens.py" in found[0].where
 
 
+def test_what_has_heard_the_past_once_is_not_masked_from_it():
+    """Weights that have blown up make attention deaf; the mask is what it was."""
+    heard, deaf = Transformer(), Transformer("diagonal")
+    evidence = evidence_of(heard, language_step(heard), step=1)
+    list(does_it_see_the_future(evidence))
+    later = evidence_of(deaf, language_step(deaf), step=3)
+    later.memory = evidence.memory
+    assert not confirmed_ids(does_it_see_the_future, later)
+
+
 def test_a_bidirectional_recurrence_sees_the_future():
     model = Recurrent(bidirectional=True)
     (found,) = confirmed_ids(does_it_see_the_future, evidence_of(model, language_step(model)))

@@ -165,3 +165,57 @@ def test_a_part_that_is_put_back_is_no_problem(tmp_path):
             loop.online[2].load_state_dict({k[2:]: v for k, v in loop.start.items() if k.startswith("2.")})
 
     assert ID not in Loop().run(tmp_path, after)
+
+
+class Average:
+    """Follows the weights at every step, and is put in their place for a validation every tenth."""
+
+    def __init__(self, restores):
+        self.restores, self.shadow = restores, []
+
+    @torch.no_grad()
+    def __call__(self, loop, number):
+        weights = list(loop.online.parameters())
+        self.shadow = self.shadow or [w.clone() for w in weights]
+        for mine, weight in zip(self.shadow, weights, strict=True):
+            mine.lerp_(weight, 0.02)
+        if number % 10 == 9:
+            kept = [w.clone() for w in weights]
+            for weight, mine in zip(weights, self.shadow, strict=True):
+                weight.copy_(mine)
+            loop.online(torch.randn(4, 4))
+            if self.restores:
+                for weight, old in zip(weights, kept, strict=True):
+                    weight.copy_(old)
+
+
+def run_taped(path, after):
+    loop = Loop()
+    x = torch.randn(STEPS, 16, 4)
+    with gradproof.watch(loop.online, loop.optimizer, out=path / "run"):
+        for number in range(STEPS):
+            loss = (loop.online(x[number]) - x[number].sum(1, keepdim=True)).pow(2).mean()
+            loop.optimizer.zero_grad()
+            loss.backward()
+            loop.optimizer.step()
+            after(loop, number)
+    return {c.id: c for c in gradproof.diagnose(path / "run").causes}
+
+
+def test_an_average_that_stays_in_the_weights_place(tmp_path):
+    cause = run_taped(tmp_path, Average(restores=False))["weights-state-error/average-stays"]
+    assert cause.level == "problem" and "every 10 steps" in cause.evidence[0]
+
+
+def back_to_slow_weights(loop, number):
+    """Lookahead: slow weights take half of the way at every fifth step, and the fast ones start from there."""
+    with torch.no_grad():
+        loop.slow = getattr(loop, "slow", None) or [w.clone() for w in loop.online.parameters()]
+        if number % 5 == 4:
+            for slow, weight in zip(loop.slow, loop.online.parameters(), strict=True):
+                weight.copy_(slow.lerp_(weight, 0.3))
+
+
+@pytest.mark.parametrize("after", [Average(restores=True), back_to_slow_weights])
+def test_an_average_that_is_only_lent_and_slow_weights(tmp_path, after):
+    assert "weights-state-error/average-stays" not in run_taped(tmp_path, after)

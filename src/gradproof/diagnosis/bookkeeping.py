@@ -51,6 +51,11 @@ def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
         text = (
             f"F.dropout at {line} drops {100 * call['p']:g} % in eval mode: it lacks training=self.training"
         )
+        if call.get("made"):
+            text = (
+                f"the Dropout that is called at {line} drops {100 * call['p']:g} % while the model is in eval mode: "
+                "eval() does not reach a module that is no attribute of the model, or is made in its forward"
+            )
         where = f"{call['module']} ({line})" if call["module"] else line
         suspects = ("train-eval-mode-error/functional-dropout",)
         yield Symptom("dropout_always_on", "problem", text, None, where, suspects)
@@ -199,10 +204,9 @@ def clip_misses(run: Run) -> Iterator[Symptom]:
         share = clip["given"] / clip["stepped"]
         if share < 0.5:
             text = f"the clip is given {clip['given']} of the {clip['stepped']} tensors that the steps after it change"
-            level = "problem" if share == 0 else "warning"
-            yield Symptom(
-                "clip_misses", level, text, 0, line_of(run, "clip"), ("grad-clip-misuse/wrong-parameters",)
-            )
+            name, level = ("clip_misses_all", "problem") if share == 0 else ("clip_misses", "warning")
+            suspects = ("grad-clip-misuse/wrong-parameters",)
+            yield Symptom(name, level, text, 0, line_of(run, "clip"), suspects)
     tensors = len([p for p in run.info.get("parameters", []) if p.get("gradient")])
     counts = [order.count("c") for order in run.steps["order"]]
     if tensors >= 3 and len(counts) >= 5 and float(np.median(counts)) >= max(3, 0.8 * tensors):

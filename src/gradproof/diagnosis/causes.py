@@ -103,6 +103,7 @@ CAUSES = (
             "late_clip",
             "clip_before_unscale",
             "clip_misses",
+            "clip_misses_all",
             "clip_per_tensor",
             "clip_sets_the_step",
             "clipped_always",
@@ -146,6 +147,7 @@ CAUSES = (
         experiments=(
             "does_the_optimizer_do_what_was_meant",
             "does_the_optimizer_hold_everything",
+            "is_what_was_unfrozen_trained",
         ),
         intervention="all_parameters",
     ),
@@ -234,6 +236,7 @@ CAUSES = (
         experiments=(
             "is_the_loss_the_right_way_up",
             "are_terms_weighed_alike",
+            "do_class_weights_favour_the_rare",
             "do_the_players_disagree",
             "is_exploring_rewarded",
             "does_a_weight_of_the_loss_run_away",
@@ -384,6 +387,11 @@ CAUSES = (
                 "write the average back: target.lerp_(weight, 1 - decay) or target.copy_(...), under no_grad; "
                 "`target = ...` only gives a local name another tensor",
             ),
+            (
+                "average-stays",
+                "put the trained weights back after the average has been evaluated (keep a copy, restore it), or "
+                "evaluate a copy of the model that holds the average",
+            ),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
             (
@@ -411,6 +419,7 @@ CAUSES = (
             "average_too_slow",
             "statistics_left_behind",
             "weights_put_back",
+            "average_stays",
         ),
         experiments=(
             "does_the_optimizer_do_what_was_meant",
@@ -450,7 +459,7 @@ CAUSES = (
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
         ),
         raised_by=("optimizer_settings", "adam_epsilon"),
-        experiments=("does_the_optimizer_do_what_was_meant",),
+        experiments=("does_the_optimizer_do_what_was_meant", "how_fast_do_weights_shrink"),
         intervention="eps",
     ),
 )

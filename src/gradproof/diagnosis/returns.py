@@ -42,3 +42,25 @@ def weights_put_back(run: Run) -> Iterator[Symptom]:
     suspects = ("weights-state-error/put-back",)
     level = "problem" if problem else "warning"
     yield Symptom("weights_put_back", level, text, steps[0], found["line"] or None, suspects)
+
+
+def average_stays(run: Run) -> Iterator[Symptom]:
+    """An average that is put in the weights' place (for a validation, say), and training goes on from it.
+
+    It lags behind: each time, most of what the weights have gone since the last time is lost. Only where an average
+    follows the weights at every step: who goes back to slow weights on purpose has no other average.
+    """
+    found, average = facts(run, "taken_back"), facts(run, "average")
+    if not found or not average or len(found["shares"]) < 3:
+        return
+    if float(np.median([decay for _, decay in average["decays"]])) < 0.9:  # slow weights, not an average
+        return
+    share, every = float(np.median(found["shares"])), float(np.median(np.diff(found["steps"])))
+    if 0.5 < share < 1.5 and every >= 2:
+        text = (
+            f"{len(found['shares'])} times, every {every:.0f} steps, the trained weights are written over, and "
+            f"{100 * share:.0f} % of the way that they had gone since the last time is lost; an average is kept, "
+            "and training goes on from it"
+        )
+        suspects = ("weights-state-error/average-stays",)
+        yield Symptom("average_stays", "problem", text, found["steps"][0], found["line"] or None, suspects)

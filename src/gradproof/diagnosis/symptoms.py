@@ -25,7 +25,7 @@ from gradproof.diagnosis.curves import (
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
-from gradproof.diagnosis.returns import weights_put_back
+from gradproof.diagnosis.returns import average_stays, weights_put_back
 from gradproof.diagnosis.series import tracks
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
@@ -363,5 +363,6 @@ SYMPTOMS = (
     *BOOKKEEPING,
     statistics_left_behind,
     weights_put_back,
+    average_stays,
     ranks_out_of_step,
 )

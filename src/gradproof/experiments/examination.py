@@ -18,7 +18,9 @@ from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
+from gradproof.experiments.class_weights import do_class_weights_favour_the_rare
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.decay import how_fast_do_weights_shrink
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
@@ -63,6 +65,7 @@ from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
@@ -88,6 +91,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_micro_batches_add_up,
     do_shapes_meet,
     does_the_optimizer_hold_everything,
+    is_what_was_unfrozen_trained,
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     can_it_learn_this_batch,
@@ -105,6 +109,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_missing_entries_count,
     is_the_loss_the_right_way_up,
     are_terms_weighed_alike,
+    do_class_weights_favour_the_rare,
     is_exploring_rewarded,
     does_a_weight_of_the_loss_run_away,
     are_numbers_of_a_fitting_size,
@@ -122,6 +127,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_one_value_normalised,
     is_attention_healthy,
     does_the_optimizer_do_what_was_meant,
+    how_fast_do_weights_shrink,
     do_units_respond,
     are_predictions_stuck,
     is_it_precision,

@@ -46,7 +46,9 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
         "attention-mask-error/sees-the-future",
         f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
     )
-    if after <= 1e-9 * most and evidence.step >= 3 and _remembers(evidence):
+    if after > 1e-9 * most:  # weights that have blown up may fall deaf later
+        evidence.memory["hears what came before"] = True
+    elif evidence.step >= 3 and _remembers(evidence) and "hears what came before" not in evidence.memory:
         where = next((op for op in evidence.flow.operations if _is_memory(op)), None)
         yield confirmed(
             "attention-mask-error/sees-nothing-before",

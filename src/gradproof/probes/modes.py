@@ -105,9 +105,13 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
         if training and p > 0:
             frame = sys._getframe(1)
             owner = frame.f_locals.get("self")
+            made = False
+            if isinstance(owner, DROPOUTS) and session.names.of_module(owner) is None:
+                made = True  # by its forward, or kept where eval() does not find it: who calls it?
+                frame, owner = _caller_of(frame, owner)
             if isinstance(owner, nn.Module) and not owner.training and not isinstance(owner, DROPOUTS):
-                line = line_of(frame)
-                seen["functional"][line] = {"p": p, "module": session.names.of_module(owner) or ""}
+                facts = {"p": p, "module": session.names.of_module(owner) or "", "made": made}
+                seen["functional"][line_of(frame)] = facts
         return functional(input, p, training, inplace)
 
     handle = nn.modules.module.register_module_forward_pre_hook(before)
@@ -118,6 +122,13 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
         nn.functional.dropout = functional
 
     return end
+
+
+def _caller_of(frame: Any, module: nn.Module) -> tuple[Any, Any]:
+    """The frame and the self of the method that called a module, whose own frames and PyTorch's lie in between."""
+    while frame is not None and frame.f_locals.get("self") is module:
+        frame = frame.f_back
+    return frame, None if frame is None else frame.f_locals.get("self")
 
 
 def _note_copy(session: Session, module: nn.Module) -> None:

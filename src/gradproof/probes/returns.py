@@ -68,11 +68,13 @@ class Returns:
         self.left: dict[Optimizer, list[float]] = {}  # some numbers, as its last step left them
         self.states: dict[tuple, list[int]] = {}  # what all weights became, and at which steps
         self.loaded = 0  # states of optimizers, until the last writing
+        self.base: dict[Optimizer, list[float]] = {}  # some numbers, as the last writing left them
 
     def before(self, optimizer: Optimizer) -> None:
         if optimizer not in self.first:
             self._begin(optimizer)
         elif optimizer in self.left and self._is_overwritten(optimizer):
+            self._note_what_is_taken_back(optimizer)
             self._note()
 
     def after(self, optimizer: Optimizer) -> None:
@@ -84,6 +86,8 @@ class Returns:
         if any(id(p) in known for p in parameters_of(optimizer)):
             self._it_is_meant()
         self.first[optimizer] = fingerprint(optimizer, self.session)
+        if is_readable(optimizer):
+            self.base[optimizer] = some_numbers(optimizer)
 
     def _it_is_meant(self) -> None:
         self.over = True
@@ -98,6 +102,22 @@ class Returns:
         """The line of a load_state_dict since the last step."""
         step, line = self.session.facts.get("_last_load", (-1, ""))
         return line if step == self.session.step else None
+
+    def _note_what_is_taken_back(self, optimizer: Optimizer) -> None:
+        """Of the way that the weights have gone since they were last written over: the share that is lost."""
+        if not is_readable(optimizer):
+            return
+        now, base = some_numbers(optimizer), self.base.get(optimizer)
+        self.base[optimizer] = now
+        if base is not None:
+            way = [left - start for left, start in zip(self.left[optimizer], base, strict=True)]
+            back = [left - here for left, here in zip(self.left[optimizer], now, strict=True)]
+            length = sum(x * x for x in way)
+            facts = self.session.facts.setdefault("taken_back", {"shares": [], "steps": []})
+            if length > 0 and len(facts["shares"]) < 200:
+                facts["shares"].append(sum(x * y for x, y in zip(way, back, strict=True)) / length)
+                facts["steps"].append(self.session.step)
+                facts["line"] = self._loaded() or self._copying_line()
 
     def _note(self) -> None:
         if self._optimizer_is_put_back():
