@@ -338,7 +338,7 @@ CAUSES = (
         "statistics of inputs and targets",
         "standardise inputs and targets: subtract the mean, divide by the standard deviation",
         raised_by=("loss_not_improving", "loss_oscillating"),
-        experiments=("are_numbers_of_a_fitting_size",),
+        experiments=("are_numbers_of_a_fitting_size", "do_inputs_vary"),
     ),
     Cause(
         "data-order-or-sampling",

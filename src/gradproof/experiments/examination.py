@@ -62,6 +62,7 @@ from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_mus
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
+from gradproof.experiments.variety import do_inputs_vary
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 from gradproof.tape.shadow import Shadow
@@ -105,6 +106,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_exploring_rewarded,
     does_a_weight_of_the_loss_run_away,
     are_numbers_of_a_fitting_size,
+    do_inputs_vary,
     where_does_the_loss_start,
     is_a_path_cut,
     has_validation_been_trained_on,
