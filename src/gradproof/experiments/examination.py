@@ -44,6 +44,7 @@ from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
+from gradproof.experiments.phases import are_phases_kept
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
@@ -125,6 +126,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_predictions_stuck,
     is_it_precision,
     are_whole_numbers_kept,
+    are_phases_kept,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
