@@ -348,6 +348,7 @@ CAUSES = (
         raised_by=("loss_oscillating", "ranks_see_the_same"),
         experiments=(
             "do_batches_differ",
+            "is_all_of_the_range_drawn",
             "has_validation_been_trained_on",
             "are_rare_classes_drawn_more_often",
         ),

@@ -19,6 +19,7 @@ from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.draws import is_all_of_the_range_drawn
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
@@ -82,6 +83,7 @@ GLANCES: tuple[Experiment, ...] = (
     is_every_row_the_same,
     is_one_side_augmented,
     do_stored_data_drift,
+    is_all_of_the_range_drawn,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
