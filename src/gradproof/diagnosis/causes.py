@@ -345,7 +345,13 @@ CAUSES = (
         "batches do not represent the data",
         "the mix of labels over batches; batches that repeat",
         "shuffle, seed workers differently, and balance or weight rare classes",
-        raised_by=("loss_oscillating", "ranks_see_the_same"),
+        (
+            (
+                "same-rows-every-pass",
+                "seed the generator once, before training: seeded anew for each pass it draws the same first batches",
+            ),
+        ),
+        raised_by=("loss_oscillating", "ranks_see_the_same", "few_rows_drawn"),
         experiments=(
             "do_batches_differ",
             "is_all_of_the_range_drawn",

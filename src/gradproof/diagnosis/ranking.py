@@ -37,6 +37,7 @@ PROOFS = (
     "average_too_slow",
     "stored_data_changed",
     "pairs_change",
+    "few_rows_drawn",
     "statistics_left_behind",
 )
 

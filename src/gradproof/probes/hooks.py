@@ -27,6 +27,7 @@ from gradproof.probes.lines import makings
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.pairs import pairs
 from gradproof.probes.returns import returns
+from gradproof.probes.rows import rows
 from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
@@ -292,6 +293,7 @@ LISTENERS = (
     pairs,
     files_read,
     samplers,
+    rows,
     compilation,
     evals,
     without_gradient,
