@@ -322,7 +322,12 @@ CAUSES = (
         "step 0: gain, symmetry, the loss against that of a guess",
         "use the layer's default initialisation, scaled so that the first loss is that of guessing",
         raised_by=("never_changed", "loss_not_improving"),
-        experiments=("are_units_all_the_same", "is_it_too_large", "where_does_the_loss_start"),
+        experiments=(
+            "are_units_all_the_same",
+            "is_it_too_large",
+            "where_does_the_loss_start",
+            "where_do_scores_start",
+        ),
     ),
     Cause(
         "dead-activation",

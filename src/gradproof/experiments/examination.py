@@ -59,6 +59,7 @@ from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
 from gradproof.experiments.single_values import is_one_value_normalised
 from gradproof.experiments.start import where_does_the_loss_start
+from gradproof.experiments.start_of_scores import where_do_scores_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 from gradproof.experiments.targets import do_targets_belong_to_inputs
@@ -111,6 +112,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_numbers_of_a_fitting_size,
     do_inputs_vary,
     where_does_the_loss_start,
+    where_do_scores_start,
     is_a_path_cut,
     has_validation_been_trained_on,
     are_rare_classes_drawn_more_often,
