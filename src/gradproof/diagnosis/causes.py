@@ -293,7 +293,13 @@ CAUSES = (
             ),
         ),
         raised_by=("nonfinite", "steps_skipped", "never_changed"),
-        experiments=("is_it_precision", "are_whole_numbers_kept", "are_phases_kept", "where_was_it_born"),
+        experiments=(
+            "is_it_precision",
+            "are_whole_numbers_kept",
+            "are_phases_kept",
+            "are_tables_kept_whole",
+            "where_was_it_born",
+        ),
         intervention="float32",
     ),
     Cause(

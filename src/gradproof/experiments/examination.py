@@ -62,6 +62,7 @@ from gradproof.experiments.start import where_does_the_loss_start
 from gradproof.experiments.start_of_scores import where_do_scores_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
+from gradproof.experiments.tables import are_tables_kept_whole
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
@@ -131,6 +132,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_it_precision,
     are_whole_numbers_kept,
     are_phases_kept,
+    are_tables_kept_whole,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,

@@ -31,6 +31,7 @@ from gradproof.probes.rows import rows
 from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
+from gradproof.probes.tables import tables
 
 
 def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
@@ -294,6 +295,7 @@ LISTENERS = (
     files_read,
     samplers,
     rows,
+    tables,
     compilation,
     evals,
     without_gradient,
