@@ -59,7 +59,7 @@ def judge(evidence: Evidence, comparison: Comparison, scores: Tensor, target: Te
     if weight is not None:
         name, value = weight
         lines.append(f"{name} starts at {float(value.mean()):.3g} ± {float(value.std()):.2g}")
-        where = place_of_parameter(evidence, comparison, name) or where
+        where = place_of_parameter(evidence, name) or where
     alone = abs(began - loss) < 0.2 * loss  # the loss is little more than this term
     return confirmed(
         ID,
@@ -86,14 +86,14 @@ def largest_weight(evidence: Evidence, comparison: Comparison) -> tuple[str, Ten
     return (best[1], best[2]) if best is not None and best[2].numel() > 1 and best[0] > 0.5 else None
 
 
-def place_of_parameter(evidence: Evidence, comparison: Comparison, name: str) -> str | None:
+def place_of_parameter(evidence: Evidence, name: str) -> str | None:
     """The line of a script's own module that makes a parameter: `self.user = nn.Parameter(...)`."""
-    files = [op.line.file for op in evidence.forward if op.line is not None]
+    files = dict.fromkeys(op.line.file for op in evidence.forward if op.line is not None)
     module, _, own = name.rpartition(".")
-    for attribute in (own, module.rpartition(".")[2]):
-        made = re.compile(rf"\bself\.{re.escape(attribute)}\s*(?::[^=]+)?=(?!=)") if attribute else None
-        for file in dict.fromkeys(files) if made is not None else ():
+    for attribute in filter(None, (own, module.rpartition(".")[2])):
+        made = re.compile(rf"\bself\.{re.escape(attribute)}\s*(?::[^=]+)?=(?!=)")
+        for file in files:
             for number, text in enumerate(linecache.getlines(file), 1):
-                if made is not None and made.search(text):
+                if made.search(text):
                     return f"{name} ({file.rsplit('/', 1)[-1]}:{number})"
     return None
