@@ -296,7 +296,13 @@ CAUSES = (
             ),
         ),
         raised_by=("nonfinite", "steps_skipped", "never_changed"),
-        experiments=("is_it_precision", "are_whole_numbers_kept", "where_was_it_born"),
+        experiments=(
+            "is_it_precision",
+            "are_whole_numbers_kept",
+            "are_phases_kept",
+            "are_tables_kept_whole",
+            "where_was_it_born",
+        ),
         intervention="float32",
     ),
     Cause(
@@ -325,7 +331,12 @@ CAUSES = (
         "step 0: gain, symmetry, the loss against that of a guess",
         "use the layer's default initialisation, scaled so that the first loss is that of guessing",
         raised_by=("never_changed", "loss_not_improving"),
-        experiments=("are_units_all_the_same", "is_it_too_large", "where_does_the_loss_start"),
+        experiments=(
+            "are_units_all_the_same",
+            "is_it_too_large",
+            "where_does_the_loss_start",
+            "where_do_scores_start",
+        ),
     ),
     Cause(
         "dead-activation",
@@ -341,16 +352,23 @@ CAUSES = (
         "statistics of inputs and targets",
         "standardise inputs and targets: subtract the mean, divide by the standard deviation",
         raised_by=("loss_not_improving", "loss_oscillating"),
-        experiments=("are_numbers_of_a_fitting_size",),
+        experiments=("are_numbers_of_a_fitting_size", "do_inputs_vary"),
     ),
     Cause(
         "data-order-or-sampling",
         "batches do not represent the data",
         "the mix of labels over batches; batches that repeat",
         "shuffle, seed workers differently, and balance or weight rare classes",
-        raised_by=("loss_oscillating", "ranks_see_the_same"),
+        (
+            (
+                "same-rows-every-pass",
+                "seed the generator once, before training: seeded anew for each pass it draws the same first batches",
+            ),
+        ),
+        raised_by=("loss_oscillating", "ranks_see_the_same", "few_rows_drawn"),
         experiments=(
             "do_batches_differ",
+            "is_all_of_the_range_drawn",
             "has_validation_been_trained_on",
             "are_rare_classes_drawn_more_often",
         ),

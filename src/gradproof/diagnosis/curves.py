@@ -28,6 +28,19 @@ def largest_leap(run: Run) -> float:
     return max(leaps)
 
 
+def share_of_steps_above(run: Run, level: float) -> float:
+    """How much of a run went by before its loss, smoothed, was first below a level."""
+    shares = [0.0]
+    for track in tracks(run):
+        loss = track.loss[np.isfinite(track.loss)]
+        if len(loss) >= 30:
+            width = max(1, len(loss) // 30)
+            smooth = np.convolve(loss, np.ones(width) / width, mode="valid")
+            below = np.flatnonzero(smooth < level)
+            shares.append((float(below[0]) if len(below) else len(smooth)) / len(smooth))
+    return max(shares)
+
+
 def loss_fell(run: Run) -> bool:
     return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
 

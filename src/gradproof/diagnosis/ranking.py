@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradproof.diagnosis.causes import BY_FAMILY
-from gradproof.diagnosis.curves import largest_leap, trains_well
+from gradproof.diagnosis.curves import largest_leap, share_of_steps_above, trains_well
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.gains import placed_by_gain
@@ -40,12 +40,15 @@ PROOFS = (
     "average_stays",
     "stored_data_changed",
     "pairs_change",
+    "few_rows_drawn",
     "statistics_left_behind",
 )
 
 
 # A learning rate that trains well is a little too high early and a little too low late: not worth a word.
 STEP_LENGTHS = ("lr-too-high", "lr-too-low")
+
+LONG_WAY_BACK = 0.2  # of a run, spent above the loss of guessing
 
 # Symptoms that say: this training does not go well, whatever the reason.
 TROUBLE = ("nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling")
@@ -64,7 +67,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     verdicts = last_verdicts(run)
     found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
     if not troubled:
-        found = [as_grave_as_leaps(finding, run) for finding in found]
+        found = [as_grave_as_the_way_back(as_grave_as_leaps(finding, run), run) for finding in found]
     if not troubled and trains_well(run):
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
@@ -137,6 +140,17 @@ def as_grave_as_leaps(finding: Finding, run: Run) -> Finding:
         return finding
     leap = largest_leap(run)
     return replace(finding, level="problem" if leap > 10 else "warning" if leap > 1.3 else "note")
+
+
+def as_grave_as_the_way_back(finding: Finding, run: Run) -> Finding:
+    """A start from which a good part of the run only finds back to the loss of guessing is the problem."""
+    if finding.family != "bad-init" or finding.level != "note" or "guess" not in finding.numbers:
+        return finding
+    share = share_of_steps_above(run, finding.numbers["guess"])
+    if share < LONG_WAY_BACK:
+        return finding
+    said = f"{100 * share:.0f} % of the {len(run)} steps went by before the loss was down at that of guessing"
+    return replace(finding, level="problem", evidence=(*finding.evidence, said))
 
 
 def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Finding]:

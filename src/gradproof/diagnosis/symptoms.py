@@ -13,6 +13,7 @@ import numpy as np
 from gradproof.diagnosis.bad_numbers import nonfinite, steps_skipped
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
 from gradproof.diagnosis.copies import statistics_left_behind
+from gradproof.diagnosis.coverage import few_rows_drawn
 from gradproof.diagnosis.curves import (
     all_at_optimum,
     loss_fell,
@@ -361,6 +362,7 @@ SYMPTOMS = (
     adam_epsilon,
     clipped_always,
     *BOOKKEEPING,
+    few_rows_drawn,
     statistics_left_behind,
     weights_put_back,
     average_stays,

@@ -21,6 +21,7 @@ from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.class_weights import do_class_weights_favour_the_rare
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.decay import how_fast_do_weights_shrink
+from gradproof.experiments.draws import is_all_of_the_range_drawn
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
@@ -48,6 +49,7 @@ from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
+from gradproof.experiments.phases import are_phases_kept
 from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
@@ -61,12 +63,15 @@ from gradproof.experiments.shapes import do_shapes_meet
 from gradproof.experiments.signal import where_does_the_signal_go
 from gradproof.experiments.single_values import is_one_value_normalised
 from gradproof.experiments.start import where_does_the_loss_start
+from gradproof.experiments.start_of_scores import where_do_scores_start
 from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
+from gradproof.experiments.tables import are_tables_kept_whole
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
 from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
+from gradproof.experiments.variety import do_inputs_vary
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
 from gradproof.tape.shadow import Shadow
@@ -85,6 +90,7 @@ GLANCES: tuple[Experiment, ...] = (
     is_every_row_the_same,
     is_one_side_augmented,
     do_stored_data_drift,
+    is_all_of_the_range_drawn,
 )
 EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
@@ -113,7 +119,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_exploring_rewarded,
     does_a_weight_of_the_loss_run_away,
     are_numbers_of_a_fitting_size,
+    do_inputs_vary,
     where_does_the_loss_start,
+    where_do_scores_start,
     is_a_path_cut,
     has_validation_been_trained_on,
     are_rare_classes_drawn_more_often,
@@ -132,6 +140,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_predictions_stuck,
     is_it_precision,
     are_whole_numbers_kept,
+    are_phases_kept,
+    are_tables_kept_whole,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,

@@ -30,7 +30,7 @@ HINGES = ("relu", "maximum", "softplus")
 class Side:
     """One operand of a comparison: the trained layers behind it, and what happens to it after the last of them."""
 
-    layers: frozenset[str]
+    layers: frozenset[str]  # by their weights
     passes: frozenset[int]  # the operations in which those layers were used
     after: tuple[Operation, ...]  # operations of the loss, up to the first of a layer
 
@@ -128,7 +128,9 @@ def compared_with_itself(evidence: Evidence) -> Verdict | None:
             continue  # other layers, or two outputs of one pass: nothing is compared with itself
         if operation.name == "sub" and not is_squared(evidence, operation):
             continue
-        if operation.name == "mul" and not is_similarity(evidence, operation):
+        if operation.name == "mul" and (
+            not is_similarity(evidence, operation) or is_a_score(evidence, operation)
+        ):
             continue
         for target, prediction in ((second, first), (first, second)):
             predicted = target.layers < prediction.layers
@@ -162,8 +164,14 @@ def is_similarity(evidence: Evidence, product: Operation) -> bool:
     )
 
 
+def is_a_score(evidence: Evidence, product: Operation) -> bool:
+    """A product that is compared with targets of its own, as clicks or pairs are: it wants both sides."""
+    flow = evidence.flow
+    return any(product.makes[0] in flow.ancestors(c.prediction) for c in flow.comparisons)
+
+
 def verdict_of(operation: Operation, target: Side, what: str, level: str = "problem") -> Verdict:
-    layers = ", ".join(sorted(target.layers)[:3])
+    layers = ", ".join(sorted({name.rpartition(".")[0] or name for name in target.layers})[:3])
     # the target is to be cut off where it is made; a comparison made in the same line stands for both
     made = next((op.line for op in target.after if op.line and op.line != operation.line), operation.line)
     return confirmed(
@@ -194,8 +202,9 @@ def side_of(evidence: Evidence, slot: int) -> Side:
         outside = outside and in_the_loss(evidence, maker)
         if outside:
             after.append(maker)
-        if trained & set(maker.reads) and maker.module:
-            layers.add(maker.module)
+        weights = trained & set(maker.reads)
+        if weights and maker.module:
+            layers.update(evidence.slot(weight).name or maker.module for weight in weights)
             passes.add(maker.index)
         todo += [(ref.slot, outside) for ref in references((maker.args, maker.kwargs)) if ref.tracked]
     return Side(frozenset(layers), frozenset(passes), tuple(after))

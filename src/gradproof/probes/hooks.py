@@ -28,9 +28,11 @@ from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
 from gradproof.probes.returns import returns
+from gradproof.probes.rows import rows
 from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
+from gradproof.probes.tables import tables
 
 
 def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
@@ -293,6 +295,8 @@ LISTENERS = (
     pairs,
     files_read,
     samplers,
+    rows,
+    tables,
     compilation,
     evals,
     without_gradient,
