@@ -125,7 +125,7 @@ CAUSES = (
         "gradient reaches parameters whose update it must not drive",
         "compute targets, teachers and baselines under torch.no_grad(), or detach them",
         raised_by=("loss_not_improving",),
-        experiments=("does_gradient_reach_what_it_must_not",),
+        experiments=("does_gradient_reach_what_it_must_not", "does_a_ratio_cancel"),
     ),
     Cause(
         "param-not-updated",

@@ -18,6 +18,7 @@ from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
+from gradproof.experiments.cancelled import does_a_ratio_cancel
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
@@ -85,6 +86,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
     do_micro_batches_add_up,
     do_shapes_meet,
+    does_a_ratio_cancel,
     does_the_optimizer_hold_everything,
     is_the_gradient_right,
     is_the_step_too_long_or_short,

@@ -160,7 +160,8 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
-    """Products of the log-probability of something chosen with a weight: (log-probability, weight, operation)."""
+    """Products of the log-probability of something chosen, or of its ratio to an old one, with a weight: (it, weight,
+    operation)."""
     found = []
     for op in flow.operations:
         refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
@@ -168,9 +169,18 @@ def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
             continue
         for made, weight in (refs, refs[::-1]):
             same = flow.tape.slots[made].shape == flow.tape.slots[weight].shape
-            if same and made in flow.tail and weight not in flow.tracked and _is_log_probability(flow, made):
+            if same and made in flow.tail and weight not in flow.tracked and _is_of_choice(flow, made):
                 found.append((made, weight, op))
     return found
+
+
+def _is_of_choice(flow: Flow, slot: int) -> bool:
+    """A log-probability, or exp(log-probability - old one)."""
+    maker = flow.maker(flow.behind(slot, VIEWS))
+    if maker is not None and maker.name == "exp":
+        maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+        return maker is not None and maker.name == "sub" and _is_log_probability(flow, maker.reads[0])
+    return _is_log_probability(flow, slot)
 
 
 def _is_log_probability(flow: Flow, slot: int) -> bool:
