@@ -442,7 +442,7 @@ CAUSES = (
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
         ),
         raised_by=("optimizer_settings", "adam_epsilon"),
-        experiments=("does_the_optimizer_do_what_was_meant",),
+        experiments=("does_the_optimizer_do_what_was_meant", "is_the_loss_the_right_way_up"),
         intervention="eps",
     ),
 )

@@ -48,8 +48,8 @@ def does_a_ratio_cancel(evidence: Evidence) -> Iterator[Verdict]:
         count = now[one].numel()
         yield confirmed(
             "missing-stop-gradient/ratio",
-            f"both operands of {op.name} carry gradient and are equal in all of {count} entries, also with every weight "
-            f"moved by {100 * MOVED:g} %: the ratio is 1 and its gradient 0, whatever is learned",
+            f"both operands of {op.name} carry gradient and are equal in all of {count} entries, also with every "
+            f"weight moved by {100 * MOVED:g} %: the ratio is 1 and its gradient 0, whatever is learned",
             f"the ratio is taken at {op.line}",
             where=place_of("", made or op.line),
             fix="what the ratio is taken against must be a constant: compute the old log-probabilities under "
