@@ -146,6 +146,7 @@ CAUSES = (
         experiments=(
             "does_the_optimizer_do_what_was_meant",
             "does_the_optimizer_hold_everything",
+            "are_converted_parameters_trained",
         ),
         intervention="all_parameters",
     ),

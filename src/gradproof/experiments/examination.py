@@ -19,6 +19,7 @@ from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cancelled import does_a_ratio_cancel
+from gradproof.experiments.converted import are_converted_parameters_trained
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
@@ -88,6 +89,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_shapes_meet,
     does_a_ratio_cancel,
     does_the_optimizer_hold_everything,
+    are_converted_parameters_trained,
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     does_the_output_fit_the_loss,
