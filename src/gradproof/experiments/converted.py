@@ -75,12 +75,13 @@ def verdict_of(kept: Kept) -> Verdict:
 
 
 def reached_unread(evidence: Evidence) -> bool:
-    """Whether a gradient reached a Parameter of no known name that no operation of the step reads or changes."""
-    tape = evidence.tape
+    """Whether a gradient reached a leaf of no known name that no operation of the step reads."""
     known = set(named_parameters(evidence))
-    got = {slot for call in tape.backwards if call.accumulates for _, slot, _ in call.contributions}
-    suspects = {s.index for s in tape.parameters if s.index in got and s.name not in known}
-    return bool(suspects.difference(*(op.reads for op in evidence.forward))) if suspects else False
+    calls = [call for call in evidence.tape.backwards if call.accumulates]
+    got = {
+        slot for call in calls for _, slot, _ in call.contributions if evidence.slot(slot).name not in known
+    }
+    return bool(got) and bool(got.difference(*(op.reads for op in evidence.forward)))
 
 
 def kept_tensors(evidence: Evidence) -> Iterator[Kept]:
