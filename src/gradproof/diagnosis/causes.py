@@ -117,7 +117,7 @@ CAUSES = (
         "the replayed step has a gradient where the run has none",
         "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
         raised_by=("no_gradient", "loss_not_improving"),
-        experiments=("is_a_path_cut",),
+        experiments=("is_a_path_cut", "do_derivatives_carry_gradient"),
     ),
     Cause(
         "missing-stop-gradient",

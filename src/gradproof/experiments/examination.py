@@ -21,6 +21,7 @@ from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cancelled import does_a_ratio_cancel
 from gradproof.experiments.converted import are_converted_parameters_trained
 from gradproof.experiments.cuts import is_a_path_cut
+from gradproof.experiments.derivatives import do_derivatives_carry_gradient
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
 from gradproof.experiments.evidence import Evidence, Verdict
@@ -90,6 +91,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_a_ratio_cancel,
     does_the_optimizer_hold_everything,
     are_converted_parameters_trained,
+    do_derivatives_carry_gradient,
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     does_the_output_fit_the_loss,
