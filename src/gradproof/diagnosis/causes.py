@@ -426,6 +426,7 @@ CAUSES = (
         raised_by=("loss_not_improving", "stored_data_changed"),
         experiments=(
             "do_two_things_share_memory",
+            "are_two_views_one",
             "is_every_row_the_same",
             "do_stored_data_drift",
             "is_the_gradient_right",

@@ -45,6 +45,7 @@ from gradproof.experiments.normalisation import (
 )
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
+from gradproof.experiments.one_view import are_two_views_one
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.players import do_the_players_disagree
@@ -133,6 +134,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
+    are_two_views_one,
     does_the_average_follow,
     how_slow_is_the_average,
 )
