@@ -238,6 +238,7 @@ CAUSES = (
             "do_the_players_disagree",
             "is_exploring_rewarded",
             "does_a_weight_of_the_loss_run_away",
+            "does_an_output_run_away",
         ),
     ),
     Cause(

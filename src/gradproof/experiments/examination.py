@@ -65,6 +65,7 @@ from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.unbounded import does_an_output_run_away
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
@@ -111,6 +112,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_terms_weighed_alike,
     is_exploring_rewarded,
     does_a_weight_of_the_loss_run_away,
+    does_an_output_run_away,
     are_numbers_of_a_fitting_size,
     where_does_the_loss_start,
     is_a_path_cut,
