@@ -202,3 +202,48 @@ def test_units_that_are_dead_here_and_asked_without_gradient_are_no_cut():
         return F.mse_loss(model(now).gather(1, picked).squeeze(1), best)
 
     assert not verdicts(model, loss, steps=3)
+
+
+@pytest.mark.parametrize(
+    "between, cut",
+    [
+        (lambda z: z.sign() * F.relu(z.abs() - 100.0), False),
+        (lambda z: torch.where(z.abs() > 100.0, z, torch.zeros_like(z)), False),
+        (lambda z: z.sign(), True),
+        (lambda z: (z > 0).float(), True),
+    ],
+)
+def test_a_threshold_above_every_value_is_no_cut(between, cut):
+    """The way is open, and its gradient is zero because the units are off; through a step there is no way."""
+    model, x = Two(between), torch.randn(8, 4)
+    found = verdicts(model, lambda: (model(x) - x).pow(2).mean())
+    assert ids(found) == ({"detached-graph/cut"} if cut else set())
+
+
+def test_rows_of_units_that_are_off_are_no_cut():
+    """Choices are drawn from what the layer puts out, which carries no gradient; its dead rows have none either way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight[:4], model[0].bias[:4] = -0.02, 0.0  # off for positive inputs, though not far from on
+    x, gained = torch.rand(16, 4), torch.randn(16)
+
+    def loss():
+        chosen = torch.distributions.Categorical(logits=model(x))
+        return -(chosen.log_prob(chosen.sample()) * gained).mean()
+
+    assert not verdicts(model, loss)
+
+
+def test_a_loss_made_before_the_tape_began_has_a_history():
+    """Two optimizers step one after the other on losses that were both made before the first of them."""
+    model, x = Two(torch.tanh), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    made = [model(x).pow(2).mean() for _ in range(2)]
+
+    def step():
+        loss = made.pop()
+        loss.backward()
+        return loss.detach()
+
+    assert not ids(examine(is_a_path_cut, model, optimizer, step, steps=2))

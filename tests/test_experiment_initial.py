@@ -73,6 +73,27 @@ def test_usual_sizes_are_silent():
     assert not verdicts(classifier(), is_it_too_large)
 
 
+class Ensemble(nn.Module):
+    """Four members at once: each sums over its 48 inputs, not over all weights of a member."""
+
+    def __init__(self, size=1.0):
+        super().__init__()
+        self.first = nn.Parameter(size * torch.randn(4, 6, 48) / 6**0.5)
+        self.second = nn.Parameter(torch.randn(4, 48, 48) / 48**0.5)
+        self.last = nn.Linear(48, 4)
+
+    def forward(self, x):
+        hidden = torch.bmm(x.expand(4, -1, -1), self.first).relu()
+        return self.last(torch.bmm(hidden, self.second).relu().mean(0))
+
+
+@pytest.mark.parametrize("size, found", [(8.0, {"bad-init/too-large"}), (1.0, set())])
+def test_weights_of_an_ensemble(size, found):
+    torch.manual_seed(0)
+    said = verdicts(Ensemble(size), is_it_too_large)
+    assert ids(said) == found and all("first" in v.evidence[0] for v in said)
+
+
 class Waves(nn.Module):
     """sin(30 W x), twice: the second W has to be divided by 30."""
 

@@ -42,6 +42,33 @@ def test_maximised_on_purpose():
     assert not confirmed_ids(is_the_loss_the_right_way_up, evidence)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_maximised_though_it_is_a_loss(name):
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    memory = {"facts": {"_optimizers_made": {id(optimizer): "train.py:7"}}}
+    evidence = evidence_of(model, lambda: LOSSES[name](model(X)), optimizer=optimizer, memory=memory)
+    (found,) = is_the_loss_the_right_way_up(evidence)
+    assert (found.id, found.where) == ("optimizer-config/maximize", "train.py:7")
+
+
+@pytest.mark.parametrize("sign, found", [(-1, ["optimizer-config/maximize"]), (1, [])])
+def test_a_policy_that_is_maximised_beside_a_critic_that_is_not(sign, found):
+    model = nn.ModuleDict({"policy": nn.Linear(5, 3), "value": nn.Linear(5, 1)})
+    rewards = torch.randn(20)
+    parameters = [{"params": model["policy"].parameters(), "maximize": True}]
+    optimizer = torch.optim.SGD([*parameters, {"params": model["value"].parameters()}], lr=0.01)
+
+    def loss():
+        value = model["value"](X).squeeze(1)
+        policy = torch.distributions.Categorical(logits=model["policy"](X))
+        advantage = (rewards - value).detach()
+        gain = (policy.log_prob(policy.sample()) * advantage).mean()
+        return sign * gain + (value - rewards).square().mean()
+
+    assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, loss, optimizer=optimizer)) == found
+
+
 def test_a_generator_that_maximises_the_discriminators_loss():
     model = nn.Linear(5, 1)
     zeros = torch.zeros(20, 1)

@@ -118,7 +118,7 @@ CAUSES = (
         "the replayed step has a gradient where the run has none",
         "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
         raised_by=("no_gradient", "loss_not_improving"),
-        experiments=("is_a_path_cut",),
+        experiments=("is_a_path_cut", "do_derivatives_carry_gradient"),
     ),
     Cause(
         "missing-stop-gradient",
@@ -126,7 +126,7 @@ CAUSES = (
         "gradient reaches parameters whose update it must not drive",
         "compute targets, teachers and baselines under torch.no_grad(), or detach them",
         raised_by=("loss_not_improving",),
-        experiments=("does_gradient_reach_what_it_must_not",),
+        experiments=("does_gradient_reach_what_it_must_not", "does_a_ratio_cancel"),
     ),
     Cause(
         "param-not-updated",
@@ -148,6 +148,7 @@ CAUSES = (
             "does_the_optimizer_do_what_was_meant",
             "does_the_optimizer_hold_everything",
             "is_what_was_unfrozen_trained",
+            "are_converted_parameters_trained",
         ),
         intervention="all_parameters",
     ),
@@ -240,6 +241,7 @@ CAUSES = (
             "do_the_players_disagree",
             "is_exploring_rewarded",
             "does_a_weight_of_the_loss_run_away",
+            "does_an_output_run_away",
         ),
     ),
     Cause(
@@ -460,6 +462,7 @@ CAUSES = (
         raised_by=("loss_not_improving", "stored_data_changed"),
         experiments=(
             "do_two_things_share_memory",
+            "are_two_views_one",
             "is_every_row_the_same",
             "do_stored_data_drift",
             "is_the_gradient_right",
@@ -477,7 +480,11 @@ CAUSES = (
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
         ),
         raised_by=("optimizer_settings", "adam_epsilon"),
-        experiments=("does_the_optimizer_do_what_was_meant", "how_fast_do_weights_shrink"),
+        experiments=(
+            "does_the_optimizer_do_what_was_meant",
+            "how_fast_do_weights_shrink",
+            "is_the_loss_the_right_way_up",
+        ),
         intervention="eps",
     ),
 )

@@ -84,9 +84,11 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
     """A loss that falls, but by so little that nobody would call it training."""
     for track in tracks(run):
         found = trend(track.loss)
-        if found is None or found.points < 50 or not found.fell or found.start <= 0:
+        if found is None or found.points < 50 or not found.fell:
             continue
         start = min(found.start, found.first)
+        if start <= 0:  # shares of a loss that may be negative say nothing
+            continue
         share = (start - found.last) / start
         if share < 0.05 and not at_optimum(track):
             numbers = f"{start:.4g} to {found.last:.4g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
@@ -28,6 +29,8 @@ PASSED_ON = (
 )
 CHOOSES_ROWS = ("embedding", "index", "index_select", "gather")
 UNUSED = "it is not used by the loss"
+NEARBY = 1e-4  # of a weight's size
+ROUNDED = 1e-11  # of a loss in float64: what changes less may be rounding
 
 
 def is_a_path_cut(evidence: Evidence) -> Iterator[Verdict]:
@@ -77,10 +80,10 @@ def sampled_without_gradient(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def rewrapped_loss(evidence: Evidence) -> Verdict | None:
-    """A loss without history: backward from it reaches nothing."""
+    """A loss without history: backward from it reaches nothing. One made before the tape began has a history."""
     for call in evidence.tape.top_backwards:
-        for root in call.roots:
-            if call.accumulates and evidence.slot(root).made_by is None:
+        for root in map(evidence.slot, call.roots):
+            if call.accumulates and root.made_by is None and not root.followed:
                 return confirmed(
                     "detached-graph/new-tensor",
                     "the loss is a new tensor without history: backward ends where it begins",
@@ -160,7 +163,7 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
     for name, rows in suspects.items():
         if not shapes_the_loss(evidence, slots[name], rows):
             continue
-        cut = find_cuts(evidence.tape, [slots[name]])[0]
+        cut = find_cuts(evidence.tape, [slots[name]], in_part=True)[0]
         if cut.line is None:
             continue
         yield confirmed(
@@ -174,11 +177,18 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def shapes_the_loss(evidence: Evidence, parameter: Slot, rows: Tensor) -> bool:
-    """Whether the loss changes when these rows of a weight do."""
-    value = evidence.tape.leaf_value(parameter.index).clone()
+    """Whether the loss has a slope along these rows of a weight, both ways; behind units that are off it has none."""
+    value = evidence.tape.leaf_value(parameter.index).double()
     size = value.square().mean().sqrt()
-    value[rows] = 1.5 * value[rows] + 0.1 * size
-    return abs(evidence.loss_at({parameter.index: value}) - evidence.loss) > 1e-6 * abs(evidence.loss)
+    loss = evidence.loss_at({}, dtype=torch.float64)
+    for way in (-1.0, 1.0):
+        moved = value.clone()
+        moved[rows] += way * NEARBY * (value[rows] + size)
+        if not abs(evidence.loss_at({parameter.index: moved}, dtype=torch.float64) - loss) > ROUNDED * abs(
+            loss
+        ):
+            return False
+    return True
 
 
 def cut_between_modules(evidence: Evidence) -> Iterator[Verdict]:

@@ -18,9 +18,12 @@ from gradproof.experiments.alignment import do_targets_line_up
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
+from gradproof.experiments.cancelled import does_a_ratio_cancel
 from gradproof.experiments.class_weights import do_class_weights_favour_the_rare
+from gradproof.experiments.converted import are_converted_parameters_trained
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.decay import how_fast_do_weights_shrink
+from gradproof.experiments.derivatives import do_derivatives_carry_gradient
 from gradproof.experiments.draws import is_all_of_the_range_drawn
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
@@ -47,6 +50,7 @@ from gradproof.experiments.normalisation import (
 from gradproof.experiments.one_batch import can_it_learn_this_batch
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
+from gradproof.experiments.one_view import are_two_views_one
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.phases import are_phases_kept
@@ -69,6 +73,7 @@ from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_mus
 from gradproof.experiments.tables import are_tables_kept_whole
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.unbounded import does_an_output_run_away
 from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.variety import do_inputs_vary
@@ -96,8 +101,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
     do_micro_batches_add_up,
     do_shapes_meet,
+    does_a_ratio_cancel,
     does_the_optimizer_hold_everything,
     is_what_was_unfrozen_trained,
+    are_converted_parameters_trained,
+    do_derivatives_carry_gradient,
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     can_it_learn_this_batch,
@@ -118,6 +126,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_class_weights_favour_the_rare,
     is_exploring_rewarded,
     does_a_weight_of_the_loss_run_away,
+    does_an_output_run_away,
     are_numbers_of_a_fitting_size,
     do_inputs_vary,
     where_does_the_loss_start,
@@ -146,6 +155,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
     do_two_things_share_memory,
+    are_two_views_one,
     does_the_average_follow,
     how_slow_is_the_average,
     is_the_average_kept,

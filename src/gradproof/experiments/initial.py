@@ -11,6 +11,7 @@ from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.owners import named_parameters
+from gradproof.tape.operations import Ref
 
 TIMES = 2  # taped steps in which units are still the same
 PRODUCTS = ("mm", "conv", "linear", "matmul", "lstm", "gru", "rnn")  # in the names of matrix products
@@ -74,8 +75,8 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
         return
     guess = loss_of_guessing(evidence)
     first = next((loss for loss in evidence.losses if math.isfinite(loss)), math.nan)
-    named = weights_at_start(evidence)
-    gains = {name: gain for name, p in named.items() if (gain := gain_of(p)) is not None}
+    named, summed = weights_at_start(evidence), summed_over(evidence)
+    gains = {name: gain for name, p in named.items() if (gain := gain_of(p, summed.get(name))) is not None}
     large = sorted((name for name, gain in gains.items() if gain >= LARGE_GAIN), key=lambda n: -gains[n])
     if not large or inputs_are_large(evidence):
         return
@@ -133,14 +134,27 @@ def weights_at_start(evidence: Evidence) -> dict[str, Tensor]:
     return found
 
 
-def gain_of(parameter: Tensor) -> float | None:
+def gain_of(parameter: Tensor, summed: int | None = None) -> float | None:
     """The root of fan-in times mean square: by how much a layer stretches independent inputs."""
     if parameter.dim() < 2 or not parameter.is_floating_point() or parameter.is_sparse:
         return None
-    fan_in = parameter[0].numel()
+    fan_in = summed or parameter[0].numel()
     if fan_in < 2 or parameter.shape[0] < 2:
         return None
     return math.sqrt(fan_in) * float(parameter.detach().square().mean().sqrt())
+
+
+def summed_over(evidence: Evidence) -> dict[str, int]:
+    """How many products a matrix product adds up for one output, by the name of its weight: an ensemble's weight
+    (members, in, out) sums over `in`, as x @ weight does."""
+    found = {}
+    for op in evidence.forward:
+        pair = [arg.slot for arg in op.args if isinstance(arg, Ref)][-2:]
+        if op.name not in ("mm", "addmm", "bmm", "baddbmm") or len(pair) != 2:
+            continue
+        inner = evidence.slot(pair[0]).shape[-1]
+        found.update({evidence.slot(evidence.flow.behind(slot, VIEWS)).name: inner for slot in pair})
+    return found
 
 
 def multiplied(evidence: Evidence) -> set[int]:

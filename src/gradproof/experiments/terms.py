@@ -6,13 +6,14 @@ import linecache
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import KINDS, VIEWS, Comparison, Flow
 from gradproof.experiments.nonfinite import place_of
+from gradproof.experiments.owners import named_parameters
 from gradproof.experiments.provenance import lines_of_names
 from gradproof.experiments.targets import sources
 from gradproof.tape.operations import Line, Operation, Ref
@@ -34,34 +35,40 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
     if not slots:
         return
     gradients = differentiate(evidence.tape, gradients_at=slots).slot_gradients
-    up = -1.0 if any(group.get("maximize") for o in evidence.optimizers for group in o.param_groups) else 1.0
+    climbs = climbing(evidence, slots)
     averaged = {index for root in evidence.tape.loss_slots for index in plain_differences(flow, root)}
     cosines = {}
     for comparison in flow.comparisons:
         gradient = gradients.get(comparison.prediction)
         plain = comparison.operation.name in KINDS or comparison.operation.index in averaged
+        up = -1.0 if comparison.prediction in climbs else 1.0
         cosine = towards_target(flow, comparison, up * gradient) if gradient is not None and plain else None
         if cosine is not None:
-            cosines[cosine] = comparison.operation
+            cosines[cosine] = comparison
     if cosines and min(cosines) < OPPOSITE:
         against = max(cosines) > 0.5  # beside a loss that is minimised: an adversary's may be meant so
-        yield wrong_way(cosines[min(cosines)], "prediction from its target", min(cosines), against)
+        worst = cosines[min(cosines)]
+        found = wrong_way(worst.operation, "prediction from its target", min(cosines), against)
+        yield maximized(found, climbs, worst.prediction)
         return
     for op in picks:
         gradient = gradients.get(op.makes[0])
         # what a policy did is no right class: it comes one at a time, is drawn, or is weighed by what it brought
         if gradient is None or gradient.numel() < 2 or policies or is_drawn(flow, op):
             continue
+        up = -1.0 if op.makes[0] in climbs else 1.0
         if float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
-            yield wrong_way(op, "log-probability away from the right class", -1.0, False)
+            found = wrong_way(op, "log-probability away from the right class", -1.0, False)
+            yield maximized(found, climbs, op.makes[0])
             return
     for made, weight, op in policies:
-        found = flow.values([weight]).get(weight)
+        weights = flow.values([weight]).get(weight)
         gradient = gradients.get(made)
-        cosine = _cosine(up * gradient, found) if gradient is not None and found is not None else None
+        up = -1.0 if made in climbs else 1.0
+        cosine = _cosine(up * gradient, weights) if gradient is not None and weights is not None else None
         wanted = is_it_wanted(op.line)
         if cosine is not None and cosine > 0.9 and wanted is not False:
-            yield confirmed(
+            found = confirmed(
                 f"{FAMILY}/policy-sign",
                 "the gradient lowers the log-probability of what was done in proportion to the weight it is given "
                 f"(cosine {cosine:.3f}): after a good return the action becomes less likely",
@@ -71,12 +78,51 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
                 confidence="likely" if wanted else "possible",
                 lasting=True,
             )
+            yield maximized(found, climbs, made)
             return
     if cosines and min(cosines) > 0.5:
         yield excluded(
             f"{FAMILY}/sign",
             f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})",
         )
+
+
+def climbing(evidence: Evidence, slots: list[int]) -> dict[int, str]:
+    """Of some slots, those that nothing but optimizers with maximize=True learns, and where those were made."""
+    groups = [(o, g) for o in evidence.optimizers for g in o.param_groups]
+    if not any(group.get("maximize") for _, group in groups):
+        return {}
+    made: dict[int, str] = evidence.memory.get("facts", {}).get("_optimizers_made", {})
+    owner = {id(p): (o, bool(g.get("maximize"))) for o, g in groups for p in g["params"]}
+    named = named_parameters(evidence)
+    slots_of = {s.index: id(named[s.name]) for s in evidence.tape.parameters if s.name in named}
+    found = {}
+    for slot in slots:
+        behind = [slots_of[s] for s in evidence.flow.ancestors(slot) if s in slots_of]
+        owners = [owner[p] for p in behind if p in owner]
+        if owners and all(climbs for _, climbs in owners):
+            found[slot] = next((line for o, _ in owners if (line := made.get(id(o), ""))), "")
+    return found
+
+
+def maximized(found: Verdict, climbs: dict[int, str], slot: int) -> Verdict:
+    """Where the optimizer climbs a loss that is to be minimised, as its sign says, the slip is the optimizer's."""
+    if slot not in climbs:
+        return found
+    return replace(
+        found,
+        family="optimizer-config",
+        id="optimizer-config/maximize",
+        evidence=(
+            f"maximize=True climbs a loss ({found.where}) whose own sign says that it is to be minimised",
+            found.evidence[0]
+            .replace("down the gradient", "up the gradient")
+            .replace("the gradient lowers", "a step up the gradient lowers")
+            .replace(": the loss is minimised with a minus sign", ""),
+        ),
+        where=climbs[slot] or found.where,
+        fix="remove maximize=True, or keep it and remove the minus sign of the loss: one of them, not both",
+    )
 
 
 GOOD = re.compile(r"rew|return|(\b|_)rets?\b|score|gain|payoff|utility", re.I)
@@ -160,7 +206,8 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
-    """Products of the log-probability of something chosen with a weight: (log-probability, weight, operation)."""
+    """Products of the log-probability of something chosen, or of its ratio to an old one, with a weight: (it, weight,
+    operation)."""
     found = []
     for op in flow.operations:
         refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
@@ -168,9 +215,18 @@ def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
             continue
         for made, weight in (refs, refs[::-1]):
             same = flow.tape.slots[made].shape == flow.tape.slots[weight].shape
-            if same and made in flow.tail and weight not in flow.tracked and _is_log_probability(flow, made):
+            if same and made in flow.tail and weight not in flow.tracked and _is_of_choice(flow, made):
                 found.append((made, weight, op))
     return found
+
+
+def _is_of_choice(flow: Flow, slot: int) -> bool:
+    """A log-probability, or exp(log-probability - old one)."""
+    maker = flow.maker(flow.behind(slot, VIEWS))
+    if maker is not None and maker.name == "exp":
+        maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+        return maker is not None and maker.name == "sub" and _is_log_probability(flow, maker.reads[0])
+    return _is_log_probability(flow, slot)
 
 
 def _is_log_probability(flow: Flow, slot: int) -> bool:

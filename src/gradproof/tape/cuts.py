@@ -26,10 +26,10 @@ class Cut:
         return f"{self.parameter} gets no gradient: {self.how}, {where}"
 
 
-def find_cuts(tape: Tape, without_gradient: list[Slot]) -> list[Cut]:
-    """For each of these parameters, the first place where the way to the loss is cut."""
+def find_cuts(tape: Tape, without_gradient: list[Slot], in_part: bool = False) -> list[Cut]:
+    """For each of these parameters, the first place where the way to the loss is cut, for all of it or in part."""
     towards_loss = _slots_towards(tape, tape.loss_slots)
-    return [_cut_of(tape, parameter, towards_loss) for parameter in without_gradient]
+    return [_cut_of(tape, parameter, towards_loss, in_part) for parameter in without_gradient]
 
 
 def _slots_towards(tape: Tape, targets: list[int]) -> set[int]:
@@ -40,7 +40,7 @@ def _slots_towards(tape: Tape, targets: list[int]) -> set[int]:
     return found
 
 
-def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int]) -> Cut:
+def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], in_part: bool) -> Cut:
     followed, influenced = {parameter.index}, {parameter.index}
     candidates: list[tuple[Operation, str]] = []
     leaving: tuple[Operation, str] | None = None
@@ -59,6 +59,11 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int]) -> Cut:
             candidates.append((operation, how))
         else:
             followed.update((*operation.makes, *operation.writes))
+    is_open = not followed.isdisjoint(tape.loss_slots) and parameter.index in _reached(tape)
+    if is_open and not in_part:
+        return Cut(
+            parameter.name, "a way to the loss is open: a gradient comes back, and it is zero", "", None
+        )
     # where several ways are cut, a cut of autograd is the slip; sampling and comparing have no gradient anyway
     for operation, how in sorted(candidates, key=lambda c: not c[1].endswith(("cuts it", "no_grad"))):
         if not towards_loss.isdisjoint((*operation.makes, *operation.writes)):
@@ -74,6 +79,11 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int]) -> Cut:
         else "it is not used by the loss"
     )
     return Cut(parameter.name, how, "", None)
+
+
+def _reached(tape: Tape) -> set[int]:
+    """The parameters that a backward brought a gradient to, be it zero."""
+    return {slot for call in tape.backwards if call.accumulates for _, slot, _ in call.contributions}
 
 
 def _stops(tape: Tape, operation: Operation, followed: set[int]) -> str:
