@@ -248,6 +248,7 @@ CAUSES = (
         experiments=(
             "is_it_normalised_over_features",
             "do_shapes_meet",
+            "do_the_rows_meet",
             "are_samples_independent",
             "is_a_view_in_place_of_a_transpose",
             "where_does_attention_look",

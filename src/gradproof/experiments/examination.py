@@ -48,6 +48,7 @@ from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.rounding import are_whole_numbers_kept
+from gradproof.experiments.rows import do_the_rows_meet
 from gradproof.experiments.runaway import does_a_weight_of_the_loss_run_away
 from gradproof.experiments.samplers import are_rare_classes_drawn_more_often
 from gradproof.experiments.samples import are_samples_independent
@@ -92,6 +93,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
+    do_the_rows_meet,
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
     are_samples_independent,
