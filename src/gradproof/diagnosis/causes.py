@@ -194,7 +194,12 @@ CAUSES = (
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
         raised_by=("pairs_change", "files_as_text", "loss_not_improving"),
-        experiments=("do_targets_line_up", "do_targets_belong_to_inputs", "is_one_side_augmented"),
+        experiments=(
+            "do_targets_line_up",
+            "do_targets_belong_to_inputs",
+            "do_two_loaders_go_together",
+            "is_one_side_augmented",
+        ),
     ),
     Cause(
         "loss-mask-error",

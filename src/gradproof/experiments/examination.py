@@ -30,6 +30,7 @@ from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.leaks import has_validation_been_trained_on
 from gradproof.experiments.left_out import is_a_class_left_out
+from gradproof.experiments.loaders import do_two_loaders_go_together
 from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
@@ -93,6 +94,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
+    do_two_loaders_go_together,
     do_the_rows_meet,
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
