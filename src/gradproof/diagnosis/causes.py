@@ -220,7 +220,12 @@ CAUSES = (
         "a change in a later input, watched at earlier outputs",
         "pass is_causal=True or a mask whose meaning (True: attend, or True: ignore) fits the call",
         raised_by=("loss_not_improving",),
-        experiments=("is_attention_healthy", "does_it_see_the_future", "where_does_attention_look"),
+        experiments=(
+            "is_attention_healthy",
+            "does_it_see_the_future",
+            "where_does_attention_look",
+            "is_the_mask_tiled_like_the_tokens",
+        ),
     ),
     Cause(
         "loss-activation-mismatch",

@@ -63,6 +63,7 @@ from gradproof.experiments.step_length import is_the_step_too_long_or_short
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.tiles import is_the_mask_tiled_like_the_tokens
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
 from gradproof.record.writer import RunWriter
@@ -100,6 +101,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_a_view_in_place_of_a_transpose,
     are_samples_independent,
     where_does_attention_look,
+    is_the_mask_tiled_like_the_tokens,
     which_positions_count,
     is_a_class_left_out,
     is_the_mean_over_what_counts,
