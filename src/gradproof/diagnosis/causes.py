@@ -209,6 +209,7 @@ CAUSES = (
         raised_by=("loss_not_improving",),
         experiments=(
             "which_positions_count",
+            "does_every_sequence_count",
             "is_the_mean_over_what_counts",
             "do_missing_entries_count",
             "is_a_class_left_out",

@@ -21,6 +21,7 @@ from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cuts import is_a_path_cut
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
+from gradproof.experiments.empty_rows import does_every_sequence_count
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.exploration import is_exploring_rewarded
 from gradproof.experiments.fillings import do_missing_entries_count
@@ -103,6 +104,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     where_does_attention_look,
     is_the_mask_tiled_like_the_tokens,
     which_positions_count,
+    does_every_sequence_count,
     is_a_class_left_out,
     is_the_mean_over_what_counts,
     do_missing_entries_count,
