@@ -22,7 +22,7 @@ from gradproof.tape.operators import FUSED_ATTENTION
 
 ID = "attention-mask-error/tiled-in-another-order"
 FEWEST = 3  # time steps
-MASKED = 1e4  # scores farther off are those of a mask
+PRODUCTS = ("bmm", "mm", "baddbmm", "matmul")
 BY_STEP, BY_STREAM = "step by step", "stream by stream"
 TRIANGLES, TILES = ("tril", "triu"), ("repeat", "tile", "kron", "repeat_interleave", "block_diag", "cat")
 
@@ -87,11 +87,13 @@ def order_of_tokens(flow: Flow, op: Operation, steps: int) -> str | None:
     for slot, value in flow.values(slots).items():
         leaves[slot] = value.clone()
         leaves[slot][:, step] = value[:, step - 1]
-    watched = op.reads[0]
-    before, after = flow.values([watched]).get(watched), flow.values([watched], leaves).get(watched)
+    queries = queries_of(flow, op)
+    if queries is None:
+        return None
+    before, after = flow.values([queries]).get(queries), flow.values([queries], leaves).get(queries)
     if before is None or after is None:
         return None
-    moved = moved_tokens(before.double(), after.double(), op.name in SOFTMAXES)
+    moved = (before != after).movedim(-2, 0).flatten(1).any(1).cpu()  # (…, L, d)
     numbers, each = torch.arange(len(moved)), len(moved) // steps
     places = {
         BY_STEP: torch.div(numbers, each, rounding_mode="floor") == step,
@@ -100,14 +102,22 @@ def order_of_tokens(flow: Flow, op: Operation, steps: int) -> str | None:
     return next((name for name, place in places.items() if torch.equal(moved, place)), None)
 
 
-def moved_tokens(before: Tensor, after: Tensor, scores: bool) -> Tensor:
-    """Of queries (…, L, d) those that changed; of scores (…, L, L) the rows that changed in nearly all entries."""
-    counts = before.abs() < MASKED
-    changed = (before != after) & counts
-    if not scores:
-        return changed.movedim(-2, 0).flatten(1).any(1).cpu()
-    share = changed.movedim(-2, 0).flatten(1).sum(1) / counts.movedim(-2, 0).flatten(1).sum(1).clamp(min=1)
-    return (share > 0.9 * share.max()).cpu()
+def queries_of(flow: Flow, op: Operation) -> int | None:
+    """What a fused attention reads first; of a softmax, the first factor of the product that made its scores."""
+    if op.name not in SOFTMAXES:
+        return op.reads[0]
+    size = flow.tape.slots[op.reads[0]].shape[-1]
+    slot: int | None = op.reads[0]
+    for _ in range(8):
+        maker = flow.maker(slot) if slot is not None else None
+        if maker is None:
+            return None
+        if maker.name in PRODUCTS:
+            queries = maker.reads[-2]
+            return queries if flow.tape.slots[queries].shape[-2:-1] == (size,) else None
+        square = [s for s in maker.reads if flow.tape.slots[s].shape[-2:] == (size, size)]
+        slot = next((s for s in square if s in flow.tracked), None)
+    return None
 
 
 def verdict_on(op: Operation, seen: Tensor, steps: int, masked: str, lies: str) -> Verdict:
