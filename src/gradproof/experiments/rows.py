@@ -58,6 +58,8 @@ def pairings(flow: Flow, comparison: Comparison) -> Iterator[Pairing]:
             count = shape[axis] if axis < len(shape) else 0
             if count < FEWEST or folded % count or folded < 2 * count or folded > MOST_ROWS:
                 continue
+            if all(slots[s].shape[0] == count for s in (comparison.prediction, comparison.target)):
+                continue  # not folded
             for origin in chain:
                 other = slots[origin].shape[:2]
                 if origin == given:
