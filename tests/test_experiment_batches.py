@@ -104,3 +104,23 @@ def test_labels_of_a_contrastive_loss_are_no_data():
 
     said = last_verdict(step)
     assert said is None or not said.id
+
+
+def test_pairs_that_change_and_targets_that_depend_on_the_rest_of_the_batch():
+    """Distances of all pairs in a batch: each row of the target is another one whenever its node comes again."""
+    nodes = DATA[:40].clone()
+    distances = torch.cdist(nodes, nodes)
+
+    def of_pairs(model, n):
+        rows = torch.randperm(40)[:20]
+        points = model(nodes[rows])
+        return F.mse_loss(torch.cdist(points, points), distances[rows][:, rows])
+
+    said = last_verdict(of_pairs)
+    assert said is None or said.verdict != "confirmed"
+
+    def shuffled_apart(model, n):
+        rows = torch.randperm(40)[:20]
+        return F.mse_loss(model(nodes[rows]), nodes[rows[torch.randperm(20)]][:, :3])
+
+    assert last_verdict(shuffled_apart).id == "data-target-misaligned/pairs-change"

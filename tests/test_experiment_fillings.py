@@ -121,3 +121,12 @@ def test_a_mask_that_has_left_something_out_is_no_problem():
 )
 def test_other_targets_are_silent(target):
     assert not found(target)
+
+
+def test_the_largest_of_a_few_distances_is_the_most_common():
+    torch.manual_seed(2)
+    distances = torch.tensor([1.0, 2, 3, 4, 5, 6])[
+        torch.multinomial(torch.tensor([1.0, 3, 4, 8, 3, 9]), 1200, True)
+    ]
+    assert not found(distances.reshape(40, 30))
+    assert ids(found(distances.reshape(40, 30) % 6), "warning") == {ID}

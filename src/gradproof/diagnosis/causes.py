@@ -197,7 +197,12 @@ CAUSES = (
         "lags between inputs and targets; whether targets depend on inputs at all",
         "print the first batch side by side; for next-token prediction targets are inputs shifted by exactly one",
         raised_by=("pairs_change", "files_as_text", "loss_not_improving"),
-        experiments=("do_targets_line_up", "do_targets_belong_to_inputs", "is_one_side_augmented"),
+        experiments=(
+            "do_targets_line_up",
+            "do_targets_belong_to_inputs",
+            "do_two_loaders_go_together",
+            "is_one_side_augmented",
+        ),
     ),
     Cause(
         "loss-mask-error",
@@ -207,6 +212,7 @@ CAUSES = (
         raised_by=("loss_not_improving",),
         experiments=(
             "which_positions_count",
+            "does_every_sequence_count",
             "is_the_mean_over_what_counts",
             "do_missing_entries_count",
             "is_a_class_left_out",
@@ -218,7 +224,12 @@ CAUSES = (
         "a change in a later input, watched at earlier outputs",
         "pass is_causal=True or a mask whose meaning (True: attend, or True: ignore) fits the call",
         raised_by=("loss_not_improving",),
-        experiments=("is_attention_healthy", "does_it_see_the_future", "where_does_attention_look"),
+        experiments=(
+            "is_attention_healthy",
+            "does_it_see_the_future",
+            "where_does_attention_look",
+            "is_the_mask_tiled_like_the_tokens",
+        ),
     ),
     Cause(
         "loss-activation-mismatch",
@@ -253,6 +264,7 @@ CAUSES = (
         experiments=(
             "is_it_normalised_over_features",
             "do_shapes_meet",
+            "do_the_rows_meet",
             "are_samples_independent",
             "is_a_view_in_place_of_a_transpose",
             "where_does_attention_look",

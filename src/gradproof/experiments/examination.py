@@ -27,6 +27,7 @@ from gradproof.experiments.derivatives import do_derivatives_carry_gradient
 from gradproof.experiments.draws import is_all_of_the_range_drawn
 from gradproof.experiments.drift import do_stored_data_drift
 from gradproof.experiments.echo import does_the_beginning_reach_the_end
+from gradproof.experiments.empty_rows import does_every_sequence_count
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.exploration import is_exploring_rewarded
 from gradproof.experiments.fillings import do_missing_entries_count
@@ -36,6 +37,7 @@ from gradproof.experiments.gradient import is_the_gradient_right
 from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
 from gradproof.experiments.leaks import has_validation_been_trained_on
 from gradproof.experiments.left_out import is_a_class_left_out
+from gradproof.experiments.loaders import do_two_loaders_go_together
 from gradproof.experiments.logarithms import are_logarithms_where_they_are_wanted
 from gradproof.experiments.lost_average import is_the_average_kept
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
@@ -58,6 +60,7 @@ from gradproof.experiments.players import do_the_players_disagree
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.rounding import are_whole_numbers_kept
+from gradproof.experiments.rows import do_the_rows_meet
 from gradproof.experiments.runaway import does_a_weight_of_the_loss_run_away
 from gradproof.experiments.samplers import are_rare_classes_drawn_more_often
 from gradproof.experiments.samples import are_samples_independent
@@ -75,6 +78,7 @@ from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
 from gradproof.experiments.unbounded import does_an_output_run_away
 from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
+from gradproof.experiments.tiles import is_the_mask_tiled_like_the_tokens
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.variety import do_inputs_vary
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
@@ -113,11 +117,15 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
+    do_two_loaders_go_together,
+    do_the_rows_meet,
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
     are_samples_independent,
     where_does_attention_look,
+    is_the_mask_tiled_like_the_tokens,
     which_positions_count,
+    does_every_sequence_count,
     is_a_class_left_out,
     is_the_mean_over_what_counts,
     do_missing_entries_count,

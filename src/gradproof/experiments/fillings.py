@@ -86,7 +86,12 @@ def find_filling(target: Tensor) -> tuple[float, float, float, bool] | None:
 
 
 def are_grades(value: Tensor, different: Tensor, times: Tensor) -> bool:
-    """Few different numbers, most of them well away from the one: counts are most often 1 where they are not 0."""
+    """Few different numbers, most of them well away from the one: counts are most often 1 where they are not 0.
+
+    The last of them, no farther from the others than they are from each other, is but the most common.
+    """
+    if bool(value > different[-1]) and bool(value - different[-1] <= different.diff().max()):
+        return False
     nearest = times[(different - value).abs().argmin()]
     return len(different) >= FEWEST_GRADES and bool(nearest < 0.5 * times.max())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,20 +68,41 @@ def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:
 
 def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
     """From which row of its data each input and each target was taken: row numbers are sent the same way."""
-    for slot in inputs_of(flow, comparison):
-        for first in _data_behind(flow, slot):
-            for second in _data_behind(flow, comparison.target):
+    halves = halves_of_pairs(flow, comparison)
+    for ends in halves or [(slot, comparison.target) for slot in inputs_of(flow, comparison)]:
+        for first in _data_behind(flow, ends[0]):
+            for second in _data_behind(flow, ends[1]):
                 rows = flow.tape.slots[first].shape[0]
                 if first == second or flow.tape.slots[second].shape[0] != rows:
                     continue
-                ends = (slot, comparison.target)
                 sent = _send_numbers(flow, (first, second), ends, SHORT_NUMBERS)
                 if sent is None or len(sent[0]) == rows:
                     continue
-                return _verdict_on_rows(
-                    flow, comparison, *sent, _send_numbers(flow, (first, second), ends, rows)
-                )
+                whole = _send_numbers(flow, (first, second), ends, rows)
+                found = _verdict_on_rows(flow, ends[1], *sent, whole)
+                if halves and found is not None and found.id:  # the other half may be another of its class
+                    return replace(found, if_troubled=True, confidence="likely")
+                return found
     return None
+
+
+def halves_of_pairs(flow: Flow, comparison: Comparison) -> list[tuple[int, int]]:
+    """The two inputs of a contrastive loss, whose scores (n, n) have the right answers on their diagonal."""
+    shape = flow.tape.slots[comparison.prediction].shape
+    if not is_diagonal(flow, comparison):
+        return []
+    behind = flow.ancestors(comparison.prediction)
+    found = [s for s in flow.inputs if s in behind and flow.tape.slots[s].shape[0] == shape[0]]
+    return [(found[0], other) for other in found[1:]]
+
+
+def is_diagonal(flow: Flow, comparison: Comparison) -> bool:
+    """Whether each row of a square of scores is to be highest in its own column."""
+    shape = flow.tape.slots[comparison.prediction].shape
+    if comparison.kind != "class" or len(shape) != 2 or shape[0] != shape[1]:
+        return False
+    labels = flow.values([comparison.target]).get(comparison.target)
+    return labels is not None and torch.equal(labels.cpu().long(), torch.arange(shape[0]))
 
 
 def _send_numbers(
@@ -95,7 +117,7 @@ def _send_numbers(
 
 
 def _verdict_on_rows(
-    flow: Flow, comparison: Comparison, a: Tensor, b: Tensor, whole: tuple[Tensor, Tensor] | None
+    flow: Flow, target: int, a: Tensor, b: Tensor, whole: tuple[Tensor, Tensor] | None
 ) -> Verdict | None:
     """From the numbers of the rows modulo SHORT_NUMBERS, and, to show, the `whole` numbers if they got through."""
     wrong = float((a != b).double().mean())
@@ -116,7 +138,7 @@ def _verdict_on_rows(
     return confirmed(
         f"{FAMILY}/rows-of-another-batch",
         f"{100 * wrong:.0f} % of the targets are taken from another row than their input{pairs}",
-        where=flow.origin(comparison.target),
+        where=flow.origin(target),
         fix="index inputs and targets with the same rows",
         lasting=True,
     )

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from gradproof.probes.datasets import data_sets
 from gradproof.probes.files import files_read
 from gradproof.probes.lines import makings
+from gradproof.probes.loaders import loaders
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
@@ -293,6 +294,7 @@ LISTENERS = (
     epochs,
     data_sets,
     pairs,
+    loaders,
     files_read,
     samplers,
     rows,
