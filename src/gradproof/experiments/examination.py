@@ -76,9 +76,9 @@ from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_mus
 from gradproof.experiments.tables import are_tables_kept_whole
 from gradproof.experiments.targets import do_targets_belong_to_inputs
 from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
+from gradproof.experiments.tiles import is_the_mask_tiled_like_the_tokens
 from gradproof.experiments.unbounded import does_an_output_run_away
 from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
-from gradproof.experiments.tiles import is_the_mask_tiled_like_the_tokens
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.variety import do_inputs_vary
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
