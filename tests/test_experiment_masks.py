@@ -186,3 +186,16 @@ def test_prompts_and_answers(answers_count, id):
     targets = torch.where((places < 1) if answers_count else (places >= 1), -100, targets)
     targets[targets == PAD] = -100
     assert confirmed_ids(which_positions_count, step(Encoder(), ids, targets)) == id
+
+
+@pytest.mark.parametrize("ends", [1, 2, LENGTH])
+def test_one_token_for_the_end_and_for_padding(ends):
+    """The end of each text is learned, as it must be; what comes behind it is padding."""
+    lengths = torch.randint(4, LENGTH - 2, (ROWS, 1))
+    ids = torch.where(
+        torch.arange(LENGTH) < lengths, torch.randint(3, VOCABULARY, (ROWS, LENGTH)), torch.tensor(PAD)
+    )
+    targets = torch.where(torch.arange(LENGTH) < lengths + ends, ids, -100).roll(-1, 1)
+    targets[:, -1] = -100
+    found = confirmed_ids(which_positions_count, step(Encoder("none"), ids, targets))
+    assert found == ([] if ends == 1 else ["loss-mask-error/padding-counts"])

@@ -42,6 +42,23 @@ def test_a_network_that_normalises_its_input():
     assert ids(PIXELS, Y, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1))) == []
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(6, 6)
+
+    def forward(self, mask, x):
+        return ((self.scores(x)[:, None, :] + mask).softmax(-1) @ x[:, :, None]).mean(1)
+
+
+def test_a_mask_that_is_handed_in_is_no_feature():
+    for hidden in (-float("inf"), -1e9):
+        mask = torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), hidden)
+        model = Masked()
+        evidence = evidence_of(model, lambda m=model, k=mask: F.mse_loss(m(k, X), Y))
+        assert confirmed_ids(are_numbers_of_a_fitting_size, evidence) == []
+
+
 def test_the_loss_at_the_start():
     for scale, expected in ((1.0, []), (60.0, ["bad-init/loss-at-start"])):
         model = nn.Linear(6, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,7 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
             value is not None
             and value.is_floating_point()
             and value.dim() >= 2
+            and not is_mask(value)
             and not _is_normalised(flow, slot)
         ):
             for verdict in of_inputs(evidence, slot, value, learned):
@@ -137,6 +139,12 @@ def harm(learned: float | None, size: float) -> dict[str, Any]:
     """A problem where next to nothing is learned; elsewhere one only if the run is in trouble."""
     stuck = learned is not None and learned < LITTLE
     return {"if_troubled": not stuck, "confidence": "proven" if stuck or size > HUGE else "likely"}
+
+
+def is_mask(value: Tensor) -> bool:
+    """0 and −inf, or 0 and a number as low: what is added to scores says who may look, and is no feature."""
+    low, high = float(value.min()), float(value.max())
+    return low == -math.inf or (high == 0 and low <= -1e3 and bool(((value == low) | (value == high)).all()))
 
 
 def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | None) -> Iterator[Verdict]:
