@@ -45,11 +45,11 @@ def test_a_network_that_normalises_its_input():
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scores, self.last = nn.Linear(6, 6), nn.Linear(1, 1)
+        self.scores, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
 
     def forward(self, mask, x):
         seen = (self.scores(x)[:, None, :] + mask).softmax(-1) @ x[:, :, None]
-        return self.last(seen.mean(1))
+        return self.last(seen.squeeze(-1))
 
 
 def test_a_mask_that_is_handed_in_is_no_feature():
