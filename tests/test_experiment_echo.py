@@ -77,3 +77,54 @@ def test_a_state_that_keeps_is_not_accused(kind):
 
 def test_where_every_output_is_used_nothing_needs_to_last():
     assert not verdicts(forgetful(nn.RNN, "mean"))
+
+
+class Leaky(nn.Module):
+    """A state that keeps a share of itself at every step, written as a loop."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.into, self.keeps = nn.Linear(6, 16), nn.Parameter(torch.full((16,), keeps))
+
+    def forward(self, x):
+        state, states = x.new_zeros(x.shape[0], 16), []
+        for time in range(x.shape[1]):
+            state = self.keeps * state + self.into(x[:, time])
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class Looped(nn.Module):
+    def __init__(self, keeps, use="last"):
+        super().__init__()
+        self.memory, self.head, self.use = Leaky(keeps), nn.Linear(16, 3), use
+
+    def forward(self, x):
+        states = self.memory(x)
+        return self.head(states[:, -1] if self.use == "last" else states.mean(1))
+
+
+def test_a_loop_over_time_that_forgets():
+    said = verdicts(Looped(0.2))
+    assert ids(said) == {"vanishing-signal/time"}
+    assert said[0].where.startswith("memory (test_experiment_echo.py:")
+
+
+@pytest.mark.parametrize("model", [Looped(0.9), Looped(0.2, "mean")], ids=["keeps", "all are used"])
+def test_loops_that_keep_or_need_not(model):
+    assert not verdicts(model)
+
+
+def test_a_window_of_a_convolution_is_no_memory():
+    """The last output of a causal convolution hears the last inputs only, and is meant to."""
+
+    class Convolved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.filter, self.head = nn.Conv1d(6, 16, 3), nn.Linear(16, 3)
+
+        def forward(self, x):
+            seen = self.filter(nn.functional.pad(x.mT, (2, 0))).mT
+            return self.head(seen[:, -1])
+
+    assert not verdicts(Convolved())

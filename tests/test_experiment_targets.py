@@ -135,3 +135,15 @@ def test_targets_that_a_network_computes_are_no_data():
 
     assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: loss(True), step=100))
     assert confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: loss(False), step=100))
+
+
+def test_an_error_held_against_zeros_has_its_target_in_the_error():
+    """zeros_like reads the shape of what came from the data, and none of its rows."""
+    model, angles = nn.Linear(5, 1), X.sum(1, keepdim=True)
+    rows = torch.randperm(200)[:40]
+
+    def loss():
+        error = torch.remainder(model(X[rows]) - angles[rows] + 3.0, 6.0) - 3.0
+        return F.smooth_l1_loss(error, torch.zeros_like(error))
+
+    assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, loss))

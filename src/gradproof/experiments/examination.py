@@ -57,6 +57,7 @@ from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.phases import are_phases_kept
 from gradproof.experiments.players import do_the_players_disagree
+from gradproof.experiments.position_ids import do_positions_run_along_the_sequence
 from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
 from gradproof.experiments.precision import is_it_precision
 from gradproof.experiments.rounding import are_whole_numbers_kept
@@ -121,6 +122,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_the_rows_meet,
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
+    do_positions_run_along_the_sequence,
     are_samples_independent,
     where_does_attention_look,
     is_the_mask_tiled_like_the_tokens,
