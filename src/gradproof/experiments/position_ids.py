@@ -30,7 +30,7 @@ def do_positions_run_along_the_sequence(evidence: Evidence) -> Iterator[Verdict]
         if counters and numbers is not None and runs_along_the_batch(numbers):
             yield confirmed(
                 "axis-or-shape-error/positions-along-the-batch",
-                f"the positions (shape {tuple(shape)}) that are looked up beside the tokens go from {int(numbers[0, 0])} "
+                f"the positions (shape {tuple(shape)}) looked up beside the tokens go from {int(numbers[0, 0])} "
                 f"to {int(numbers[-1, 0])} over the {shape[0]} samples, and from {int(numbers[0, 0])} to "
                 f"{int(numbers[0, -1])} over the {shape[1]} places of the first",
                 where=place_of(counters[-1].module, counters[-1].line),
