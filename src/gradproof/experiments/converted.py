@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.owners import has_gradient, line_that_sets, named_parameters
+from gradproof.tape.frames import locals_of
 
 DEEPEST = 16  # autograd nodes between a tensor that is kept and the Parameter that it was made of
 TIMES = 2  # looks in which its gradient is not zero and its values stay
@@ -96,7 +97,7 @@ def kept_tensors(evidence: Evidence) -> Iterator[Kept]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "gradproof"):
-            for name, tensor in (*tensors_among(frame.f_locals), *tensors_among(frame.f_globals)):
+            for name, tensor in (*tensors_among(locals_of(frame)), *tensors_among(frame.f_globals)):
                 parameter = only_parameter_behind(tensor)
                 if parameter is not None:
                     yield Kept(name, tensor, parameter, line_that_wraps(frame.f_code.co_filename, name))

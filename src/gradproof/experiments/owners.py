@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.tape.frames import locals_of
 from gradproof.tape.operations import references
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -136,7 +137,7 @@ def variable_of(value: object) -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "gradproof"):
-            for name, found in (*frame.f_locals.items(), *frame.f_globals.items()):
+            for name, found in (*locals_of(frame).items(), *frame.f_globals.items()):
                 if found is value and not name.startswith("_"):
                     return name
         frame = frame.f_back

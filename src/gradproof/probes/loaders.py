@@ -35,13 +35,16 @@ class Fetched:
 
 
 def loaders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Only while a step is taped: nobody else asks."""
     original = fetch._MapDatasetFetcher.fetch
 
     def fetch_batch(self: Any, rows: Any) -> Any:
         batch = original(self, rows)
+        if not session.alive or session.taping is None or not session.taping.active:
+            return batch
         began = time.perf_counter()
         with suppress(Exception), _disable_current_modes():
-            if session.alive and torch.utils.data.get_worker_info() is None and isinstance(rows, list):
+            if torch.utils.data.get_worker_info() is None and isinstance(rows, list):
                 known: dict[int, Fetched] = session.facts.setdefault("_fetched", {})
                 known.pop(id(self), None)
                 known[id(self)] = describe(rows, len(self.dataset), batch)

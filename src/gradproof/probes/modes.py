@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradproof.probes.copies import line_outside_forward, look_at_copy, signature
 from gradproof.probes.names import line_of, user_line
 from gradproof.probes.session import Session
+from gradproof.tape.frames import locals_of
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -104,7 +105,7 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if training and p > 0:
             frame = sys._getframe(1)
-            owner = frame.f_locals.get("self")
+            owner = locals_of(frame).get("self")
             made = False
             if isinstance(owner, DROPOUTS) and session.names.of_module(owner) is None:
                 made = True  # by its forward, or kept where eval() does not find it: who calls it?
@@ -126,9 +127,9 @@ def _listen(session: Session, seen: dict[str, Any]) -> Callable[[], None]:
 
 def _caller_of(frame: Any, module: nn.Module) -> tuple[Any, Any]:
     """The frame and the self of the method that called a module, whose own frames and PyTorch's lie in between."""
-    while frame is not None and frame.f_locals.get("self") is module:
+    while frame is not None and locals_of(frame).get("self") is module:
         frame = frame.f_back
-    return frame, None if frame is None else frame.f_locals.get("self")
+    return frame, None if frame is None else locals_of(frame).get("self")
 
 
 def _note_copy(session: Session, module: nn.Module) -> None:

@@ -16,6 +16,8 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from gradproof.tape.frames import locals_of
+
 STANDARD = tuple({sysconfig.get_path("stdlib"), os.path.dirname(os.__file__)})
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -140,15 +142,16 @@ def line_of(frame: FrameType | None) -> str:
 def find_variable(value: object, frames: Iterable[FrameType]) -> str | None:
     """The name of the variable, attribute of `self`, or entry of a list or dict that holds a value."""
     for frame in frames:
-        for scope in (frame.f_locals, frame.f_globals):
+        variables = locals_of(frame)
+        for scope in (variables, frame.f_globals):
             for name, found in list(scope.items()):
                 if found is value and not name.startswith("_"):
                     return name
-        owner = frame.f_locals.get("self")
+        owner = variables.get("self")
         for name, found in list(getattr(owner, "__dict__", {}).items()):
             if found is value:
                 return name
-        for name, found in list(frame.f_locals.items()):
+        for name, found in variables.items():
             if isinstance(found, (list, tuple)) and len(found) < 1000:
                 for index, item in enumerate(found):
                     if item is value:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes.names import own_frames
 from gradproof.probes.session import Session
+from gradproof.tape.frames import locals_of
 
 MOST_ROWS = 50_000
 FEWEST_ROWS = 200
@@ -43,7 +44,7 @@ def short_columns() -> Iterator[dict[str, Any]]:
     """Each column in half precision, with the longer ones that have as many rows, and the file that holds them."""
     frames = list(own_frames())
     named = [
-        (name, value) for f in frames for name, value in list(f.f_locals.items()) if not name.startswith("__")
+        (name, value) for f in frames for name, value in locals_of(f).items() if not name.startswith("__")
     ]
     columns = dict(column for name, value in named for column in columns_of(name, value))
     short = {name: values for name, values in columns.items() if is_short(values)}
