@@ -46,6 +46,9 @@ def test_a_decay_that_forgets_the_learning_rate():
     [
         lambda parameters: Shrinking(parameters, by_rate=True),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(
+            parameters, lr=0.3, weight_decay=0.1
+        ),  # the rate is what is wrong
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=5e-4, momentum=0.9),
     ],
 )

@@ -10,6 +10,7 @@ from gradproof.experiments.owners import line_of_optimizer
 
 FAST = 0.02  # of a weight, at every step: half of it is gone after 35
 TIMES = 3  # taped steps
+USUAL = 0.5  # a decay up to here is not what is wrong with lr * decay
 
 
 def how_fast_do_weights_shrink(evidence: Evidence) -> Iterator[Verdict]:
@@ -29,7 +30,7 @@ def how_fast_do_weights_shrink(evidence: Evidence) -> Iterator[Verdict]:
         return
     share, op = sorted(found, key=lambda pair: pair[0])[len(found) // 2]
     count = evidence.memory.setdefault("shrinking", [0])
-    count[0] = count[0] + 1 if share >= FAST else 0
+    count[0] = count[0] + 1 if share >= FAST and not is_the_rates_fault(evidence, share) else 0
     if count[0] >= TIMES:
         yield confirmed(
             "optimizer-config/shrinks",
@@ -38,3 +39,10 @@ def how_fast_do_weights_shrink(evidence: Evidence) -> Iterator[Verdict]:
             where=place_of("", op.line) or line_of_optimizer(evidence) or None,
             fix="decay by lr * weight_decay at a step, not by weight_decay alone; 0.01 to 0.1 is usual for AdamW",
         )
+
+
+def is_the_rates_fault(evidence: Evidence, share: float) -> bool:
+    """Whether it is the learning rate times a decay as many use it."""
+    groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
+    decays = [(float(g.get("weight_decay") or 0.0), float(g.get("lr") or 0.0)) for g in groups]
+    return any(decay <= USUAL and abs(share - rate * decay) < 0.01 * share for decay, rate in decays)
