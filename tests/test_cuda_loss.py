@@ -7,7 +7,7 @@ import torch
 
 from gradproof.kernels import cuda_loss, torch_loss, triton_loss
 from gradproof.kernels.cross_entropy import cross_entropy
-from gradproof.kernels.cuda_loss import plan_row
+from gradproof.kernels.cuda_loss import BLOCK_BYTES, plan_row
 from gradproof.kernels.loss_options import LossOptions, valid_positions
 from gradproof.kernels.reference import reference_loss_and_gradient
 from gradproof.numerics.difference import difference
@@ -21,10 +21,11 @@ on_gpu = pytest.mark.skipif(not has_clusters, reason="needs a GPU with clusters 
 def test_a_plan_holds_the_whole_row_within_the_limits_of_the_gpu(size, aligned):
     for v in (2048, 4099, 32000, 50257, 65536, 100352, 128256, 151936, 200064, 262144, 300001, 500000):
         plan = plan_row(v, size, aligned)
-        pieces = -(-v * size // 16) + (not aligned)
-        assert plan.cluster * plan.threads * plan.pieces >= pieces
-        assert plan.cluster <= 16 and plan.threads <= 1024 and plan.shared_bytes <= 220 * 1024
-        assert plan.pieces % 4 == 0 and plan.threads % 32 == 0
+        row = v * size + (0 if aligned else 16)
+        assert plan.cluster * plan.blocks * BLOCK_BYTES >= row
+        assert plan.cluster <= 16 and plan.threads <= 1024 and plan.threads % 32 == 0
+        assert plan.ctas * (plan.shared_bytes + 2048) <= 228 * 1024
+        assert plan.blocks <= plan.threads  # of a warp at most 32: it keeps a bit for each
 
 
 def test_a_row_too_long_for_shared_memory_has_no_plan():

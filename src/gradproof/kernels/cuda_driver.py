@@ -88,7 +88,7 @@ def find_kernel(
 ) -> Kernel | None:
     """The kernel compiled with these macros; None, after a warning, where it cannot be compiled."""
     source = Path(__file__).with_name(file).read_text()
-    options = [f"-D{macro}={value}" for macro, value in macros]
+    options = ["-default-device", *(f"-D{macro}={value}" for macro, value in macros)]
     try:
         with torch.cuda.device(device):
             bind_context(torch.cuda._utils._get_gpu_runtime_library())

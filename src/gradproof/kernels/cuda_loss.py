@@ -17,11 +17,18 @@ from gradproof.kernels.cuda_driver import Kernel, find_kernel
 from gradproof.kernels.loss_options import LossOptions
 
 NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "half"}
-ONE_CTA = 104 << 10  # bytes of a row that one CTA takes: two of them share a processor
-SHARE = {2: 36 << 10, 4: 72 << 10}  # of a longer row, what a CTA of a cluster takes, by the size of a logit
+# (CTAs of a cluster, bytes of a row that each may have to take) from few to many, by the size of a logit. Up to 66 KiB,
+# three CTAs share a processor, up to 104 KiB two; of 16 bits there are more logits to compute for the same bytes, and
+# a CTA that has a processor for itself leaves it idle while it waits.
+SHARES = {
+    2: ((1, 104 << 10), (2, 66 << 10), (4, 66 << 10), (8, 66 << 10), (16, 66 << 10), (16, 208 << 10)),
+    4: ((1, 130 << 10), (2, 104 << 10), (4, 66 << 10), (8, 66 << 10), (16, 66 << 10), (16, 208 << 10)),
+}
+REGISTERS = {2: 72, 4: 56}  # that a thread must have, by the size of a logit
 SHORT = 4096  # bytes of a row that Triton does as fast
+BLOCK_BYTES = 2048  # that a warp looks at together
 # the structs that the kernels take
-LOSS = struct.Struct("7P5id")
+LOSS = struct.Struct("7P6id")
 COUNT = struct.Struct("3P3i0P")
 LOSSES = struct.Struct("3Pi0P")
 SCALING = struct.Struct("2Pq")
@@ -29,49 +36,31 @@ SCALING = struct.Struct("2Pq")
 
 @dataclass(frozen=True)
 class Plan:
-    """A row by `cluster` CTAs of `threads`, each of which keeps `pieces` of 16 bytes; a cluster does up to
-    `rows` rows, asking for the next while it works on one."""
+    """A row by `cluster` CTAs of `threads`, each of which keeps `blocks` of it. A cluster does up to `rows` rows,
+    asking for the next while it works on one; the registers shall leave room for `ctas` on a processor."""
 
     cluster: int
     threads: int
-    pieces: int
+    blocks: int
     rows: int
+    ctas: int
 
     @property
     def shared_bytes(self) -> int:
-        return 16 * self.threads * self.pieces
+        return self.blocks * (BLOCK_BYTES + 8)  # with a barrier each
 
 
 def plan_row(v: int, size: int, aligned: bool) -> Plan | None:
-    """The fastest way measured on an H200 for rows of v logits of `size` bytes.
-
-    A row that is not aligned may start inside a piece, and is best kept by one CTA. Pieces that the row does not
-    have cost as much as others, so that as many threads are taken as leave few of them.
-    """
-    total = -(-v * size // 16) + (not aligned)
-    cluster = 1 if 16 * total <= (ONE_CTA if aligned else 2 * ONE_CTA) else _choose_cluster(16 * total, size)
-    if not cluster:
+    """The fastest way measured on an H200 for rows of v logits of `size` bytes."""
+    row = v * size + (0 if aligned else 16)
+    cluster = next((cluster for cluster, share in SHARES[size] if row <= cluster * share), None)
+    if cluster is None:
         return None
-    plans = []
-    for pieces in (20, 16, 12, 8, 4):
-        threads = -(-total // (32 * cluster * pieces)) * 32
-        if threads <= 1024:
-            plans.append(Plan(cluster, threads, pieces, min(cluster, 4)))
-    least = min(plan.shared_bytes for plan in plans)
-    return next(plan for plan in plans if plan.shared_bytes <= 1.02 * least)
-
-
-def _choose_cluster(row: int, size: int) -> int | None:
-    """CTAs for a row of that many bytes; clusters of 16 are the slowest to be placed."""
-    shares = [
-        (2, SHARE[size]),
-        (4, SHARE[size]),
-        (8, SHARE[size]),
-        (8, SHARE[4]),
-        (16, SHARE[4]),
-        (16, 2 * ONE_CTA),
-    ]
-    return next((cluster for cluster, share in shares if row <= cluster * share), None)
+    blocks = -(-row // (BLOCK_BYTES * cluster))
+    of_a_warp = 3 if size == 4 and cluster > 2 else 4
+    threads = 32 * min(32, -(-blocks // of_a_warp))
+    room = ((228 << 10) // (blocks * (BLOCK_BYTES + 8) + 2048), (64 << 10) // (threads * REGISTERS[size]), 32)
+    return Plan(cluster, threads, blocks, 4 if cluster > 1 else size // 2, max(1, min(room)))
 
 
 def find_plan(x: Tensor, gradient: Tensor | None, weight: Tensor | None, options: LossOptions) -> Plan | None:
@@ -95,7 +84,7 @@ def find_plan(x: Tensor, gradient: Tensor | None, weight: Tensor | None, options
         return None
     if x.shape[-1] * x.element_size() < SHORT:
         return None
-    return plan_row(x.shape[-1], x.element_size(), stride % entries == 0)
+    return plan_row(x.shape[-1], x.element_size(), is_aligned(x))
 
 
 def reduced_loss(
@@ -127,7 +116,7 @@ def reduced_loss(
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         count.launch(1, COUNT.pack(*places, rows, options.ignore_index, options.reduction == "mean"), stream)
-        arguments = _pack(x, places, losses, lses, options, gradient)
+        arguments = _pack(plan, x, places, losses, lses, options, gradient)
         kernel.launch(_ctas(plan, rows), arguments, stream, early=True)
         arguments = LOSSES.pack(losses.data_ptr(), scale.data_ptr(), loss.data_ptr(), rows)
         add.launch(1, arguments, stream, early=True)
@@ -155,7 +144,7 @@ def losses_and_gradient(
     places = (targets.data_ptr(), 0 if mask is None else mask.data_ptr(), scale.data_ptr())
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        kernel.launch(_ctas(plan, rows), _pack(x, places, losses, lses, options, gradient), stream)
+        kernel.launch(_ctas(plan, rows), _pack(plan, x, places, losses, lses, options, gradient), stream)
     return losses, lses
 
 
@@ -182,6 +171,7 @@ def scale_entries(gradient: Tensor, scale: Tensor) -> bool:
 
 
 def _pack(
+    plan: Plan,
     x: Tensor,
     places: tuple[int, int, int],
     losses: Tensor,
@@ -192,7 +182,14 @@ def _pack(
     """The kernel's arguments; `places` are those of the targets, the mask and the scale."""
     out = x if gradient is None else gradient
     pointers = (x.data_ptr(), out.data_ptr(), *places, losses.data_ptr(), lses.data_ptr())
-    numbers = (x.shape[-1], losses.numel(), _row_stride(x), _row_stride(out), options.ignore_index)
+    numbers = (
+        x.shape[-1],
+        losses.numel(),
+        _row_stride(x),
+        _row_stride(out),
+        options.ignore_index,
+        plan.blocks,
+    )
     return LOSS.pack(*pointers, *numbers, options.z_loss)
 
 
@@ -208,6 +205,7 @@ def _loss_kernel(
         mask is not None,
         scale.dim() > 0,
         gradient is not None,
+        is_aligned(x),
         x.device,
     )
 
@@ -222,6 +220,7 @@ def _compiled(
     has_mask: bool,
     per_row: bool,
     want: bool,
+    aligned: bool,
     device: torch.device,
 ) -> Kernel | None:
     macros = {
@@ -231,7 +230,8 @@ def _compiled(
         "Scale": scale,
         "CLUSTER": plan.cluster,
         "THREADS": plan.threads,
-        "PIECES": plan.pieces,
+        "CTAS": plan.ctas,
+        "ALIGNED": int(aligned),
         "HAS_MASK": int(has_mask),
         "PER_ROW": int(per_row),
         "WANT": int(want),
@@ -268,6 +268,12 @@ def processors(device: torch.device) -> int:
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.bool().contiguous()
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether all rows start and end at a multiple of 16 bytes."""
+    stride, entries = _row_stride(x), 16 // x.element_size()
+    return stride is not None and stride % entries == 0 and x.shape[-1] % entries == 0
 
 
 def _row_stride(x: Tensor) -> int | None:

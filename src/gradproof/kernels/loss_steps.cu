@@ -11,7 +11,7 @@ struct Count {
 };
 
 // The sum of a CTA's threads, for its first thread, in a fixed order.
-template <typename Number> __device__ Number add_threads(Number mine) {
+template <typename Number> Number add_threads(Number mine) {
     __shared__ Number sums[32];
     for (int i = 16; i; i /= 2) mine += __shfl_xor_sync(~0u, mine, i);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = mine;
@@ -23,7 +23,7 @@ template <typename Number> __device__ Number add_threads(Number mine) {
 
 // The scale of a mean: 1 / valid positions, 1 where there are none. One CTA; the launch that needs it may start at
 // once, and waits where it does.
-template <typename Target> __device__ void count(const Count& a) {
+template <typename Target> void count(const Count& a) {
     asm volatile("griddepcontrol.launch_dependents;");
     const Target* targets = (const Target*)a.targets;
     int valid = 0;
@@ -60,13 +60,13 @@ struct Scaling {
     long long pieces;
 };
 
-__device__ unsigned times_word(unsigned word, float times, float) { return __float_as_uint(__uint_as_float(word) * times); }
-__device__ unsigned times_word(unsigned word, float times, bf16) {
+unsigned times_word(unsigned word, float times, float) { return __float_as_uint(__uint_as_float(word) * times); }
+unsigned times_word(unsigned word, float times, bf16) {
     const float low = __uint_as_float(word << 16) * times, high = __uint_as_float(word & 0xffff0000u) * times;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
-__device__ unsigned times_word(unsigned word, float times, half) {
+unsigned times_word(unsigned word, float times, half) {
     float low, high;
     asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(word));
     low *= times, high *= times;
@@ -75,7 +75,7 @@ __device__ unsigned times_word(unsigned word, float times, half) {
 }
 
 // pieces of 16 bytes times a number; nothing is read if that is 1
-template <typename Entry> __device__ void scale(const Scaling& a) {
+template <typename Entry> void scale(const Scaling& a) {
     const float times = *a.by;
     if (times == 1) return;
     const long long stride = (long long)gridDim.x * blockDim.x;
