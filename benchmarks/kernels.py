@@ -26,6 +26,7 @@ from measure import (
     forward_backward,
     gpu_ms,
     graph_ms,
+    in_turns,
     render_table,
     seconds_left,
     section,
@@ -153,14 +154,10 @@ def in_place_ms(x: Tensor, y: Tensor) -> float:
 def ce_table(dtype: torch.dtype, n: int, v: int) -> dict:
     x, y = ce_inputs(dtype, n, v)
     limit = 2 * x.numel() * x.element_size() / RESULTS["copy rate"]["GB/s"] / 1e6
-    row = {"limit": limit, "gradproof": gpu_ms(forward_backward(lambda: cross_entropy(x, y), x))}
+    ways = {"gradproof": lambda: cross_entropy(x, y), **ce_peers(x, y)}
+    row = {"limit": limit, **in_turns({name: forward_backward(loss, x) for name, loss in ways.items()})}
     row["gradproof in place"] = in_place_ms(x, y)
     row["gradproof in a graph"] = graph_ms(forward_backward(lambda: cross_entropy(x, y), x))
-    for name, loss in ce_peers(x, y).items():
-        try:
-            row[name] = gpu_ms(forward_backward(loss, x), 6, 2)
-        except Exception as error:
-            row[name] = f"{type(error).__name__}: {error}"[:200]
     row["share of copy rate"] = limit / row["gradproof"]
     row["share of copy rate in a graph"] = limit / row["gradproof in a graph"]
     peers = [row[p] for p in ("eager", "compile", "liger") if isinstance(row.get(p), float)]
@@ -178,9 +175,11 @@ def linear_inputs(n: int, d: int, v: int):
     return hidden, weight, torch.randint(0, v, (n,), generator=g, device="cuda")
 
 
-def three_products(hidden: Tensor, weight: Tensor) -> float:
-    """Milliseconds of the three cuBLAS products of a linear layer's forward and backward, in bf16."""
-    h, w = hidden.detach(), weight.detach()
+def three_products(hidden: Tensor, weight: Tensor):
+    """The three cuBLAS products of a linear layer's forward and backward in bf16; an odd vocabulary is padded."""
+    from gradproof.kernels.linear_cross_entropy import _padded
+
+    h, w = hidden.detach(), _padded(weight.detach())
     logits = torch.empty(len(h), len(w), dtype=torch.bfloat16, device="cuda")
     dh, dw = torch.empty_like(h), torch.empty_like(w)
 
@@ -189,25 +188,25 @@ def three_products(hidden: Tensor, weight: Tensor) -> float:
         torch.mm(logits, w, out=dh)
         torch.mm(logits.mT, h, out=dw)
 
-    return gpu_ms(products)
+    return products
 
 
 def linear_table(n: int, d: int, v: int) -> dict:
     h, w, y = linear_inputs(n, d, v)
     kept = 2 * (h.numel() + w.numel())
-    row: dict = {"three products": three_products(h, w)}
-    peers = {"gradproof": lambda: linear_cross_entropy(h, w, y), **linear_peers(h, w, y)}
-    for name, loss in peers.items():
-        try:
-            step = forward_backward(loss, h, w)
-            row[name] = gpu_ms(step, 5, 2)
-            h.grad = w.grad = None
-            row[name + " extra GB"] = extra_memory(step, kept)
-        except Exception as error:
-            row[name] = f"{type(error).__name__}: {error}"[:300]
+    losses = {
+        "gradproof": lambda: linear_cross_entropy(h, w, y),
+        "gradproof, least memory": lambda: linear_cross_entropy(h, w, y, least_memory=True),
+        **linear_peers(h, w, y),
+    }
+    ways = {name: forward_backward(loss, h, w) for name, loss in losses.items()}
+    row = in_turns({"three products": three_products(h, w), **ways}, 7, 3)
+    for name, step in ways.items():
         h.grad = w.grad = None
         torch.cuda.empty_cache()
-    row["gradproof extra GB beside its float32 sum"] = row["gradproof extra GB"] - 4 * w.numel() / 1e9
+        if isinstance(row[name], float):
+            row[name + " extra GB"] = extra_memory(step, kept)
+    h.grad = w.grad = None
     return row
 
 
@@ -215,11 +214,13 @@ def linear_pieces(n: int, d: int, v: int) -> dict:
     """Milliseconds of the pieces of linear_cross_entropy, all rows, each alone."""
     from gradproof.kernels import linear_cross_entropy as module
     from gradproof.kernels import triton_loss
+    from gradproof.kernels.product import multiply
 
     h, w, y = linear_inputs(n, d, v)
     w = module._padded(w.detach())
     h, stride = h.detach(), len(w)
-    rows, many, _ = module.slab_rows(n, 4 * stride, module.SLAB_BYTES, False, v * d // stride, 2 * d)
+    slabs = module.slabs_of_16_bits(n, 4 * stride, module.SLAB_BYTES, v * d // stride, 2 * d, 4 * stride * d)
+    rows, many = slabs.rows, slabs.gradient_rows
     logits = torch.empty(rows, stride, device="cuda")
     dlogits = torch.randn(many, stride, device="cuda", dtype=torch.bfloat16)
     sum_dw = torch.zeros(stride, d, device="cuda", dtype=torch.bfloat16 if many == n else torch.float32)
@@ -233,10 +234,10 @@ def linear_pieces(n: int, d: int, v: int) -> dict:
 
     return {
         "rows": [rows, many],
-        "logits, float32": n / rows * gpu_ms(lambda: module.multiply(h[:rows], w.mT, out=logits)),
+        "logits, float32": n / rows * gpu_ms(lambda: multiply(h[:rows], w.mT, out=logits)),
         "loss": n / rows * graph_ms(loss),
         "dhidden": n / many * gpu_ms(lambda: torch.mm(dlogits, w, out=dh)),
-        "dweight": n / many * gpu_ms(lambda: module.multiply(dlogits.mT, h[:many], out=sum_dw, add=many < n)),
+        "dweight": n / many * gpu_ms(lambda: multiply(dlogits.mT, h[:many], out=sum_dw, add=many < n)),
         "dweight to bf16": 0.0 if many == n else gpu_ms(lambda: sum_dw.bfloat16()),
     }
 

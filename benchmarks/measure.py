@@ -59,6 +59,19 @@ def gpu_ms(function, repetitions: int = 10, warm: int = 3) -> float:
     return statistics.median(b.elapsed_time(e) for b, e in times)
 
 
+def in_turns(ways: dict, rounds: int = 5, repetitions: int = 6) -> dict:
+    """Median milliseconds of each way, taken in turns: a GPU that has just multiplied matrices is slower for a while."""
+    times: dict = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name, way in list(ways.items()):
+            try:
+                times[name].append(gpu_ms(way, repetitions, 1 if turn else 3))
+            except Exception as error:
+                del ways[name]
+                times[name] = f"{type(error).__name__}: {error}"[:200]
+    return {name: t if isinstance(t, str) else statistics.median(t) for name, t in times.items()}
+
+
 def graph_ms(step, repetitions: int = 10) -> float:
     """Median milliseconds of a step replayed from a CUDA graph: the GPU's own time, without launches."""
     side = torch.cuda.Stream()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradproof.errors import UserError
+from gradproof.kernels import cross_entropy as module
 from gradproof.kernels.cross_entropy import cross_entropy
 from gradproof.kernels.loss_options import LossOptions
 from gradproof.kernels.reference import reference_loss_and_gradient
@@ -183,6 +184,23 @@ def test_in_place_uses_the_logits_memory(dtype, device):
     assert seen == [twice.data_ptr()]
     with pytest.raises((UserError, RuntimeError)):
         again.backward()
+
+
+def test_a_gradient_of_16_bits_over_its_own_float32_logits(device):
+    """Each row's gradient lies in the first half of the memory of its logits, as linear_cross_entropy has it."""
+    n, v, stride = 6, 3001, 3008
+    logits, targets = make(n, v, device=device)
+    memory = torch.zeros(n, stride, device=device)
+    memory[:, :v] = logits
+    gradient = memory.view(torch.bfloat16)[:, :v]
+    one = torch.ones((), dtype=torch.float64, device=device)
+    options = LossOptions(reduction="none")
+    losses, _ = module.backend_of(memory).losses_and_gradient(
+        memory[:, :v], targets, None, None, options, one, gradient
+    )
+    exact, _, dexact = reference_loss_and_gradient(logits, targets, None, None, options)
+    assert difference(losses, exact.float(), relative=1e-6).ok
+    assert difference(gradient, dexact, absolute=ulp(dexact, torch.bfloat16)).ok
 
 
 def test_in_place_is_refused_where_the_logits_are_needed(device):

@@ -31,7 +31,7 @@ def test_opcheck_in_place_and_scaling():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_opcheck_linear_cross_entropy(reduction):
     hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    arguments = (hidden, weight, TARGETS, None, None, *NUMBERS, reduction, True, True)
+    arguments = (hidden, weight, TARGETS, None, None, *NUMBERS, reduction, False, True, True)
     torch.library.opcheck(torch.ops.gradproof.linear_cross_entropy, arguments)
 
 

@@ -6,21 +6,22 @@ import warnings
 from ctypes import (
     POINTER,
     Structure,
-    addressof,
     byref,
+    c_char_p,
     c_int,
     c_uint,
     c_void_p,
-    create_string_buffer,
     pointer,
 )
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
 NON_PORTABLE_CLUSTER = 14  # of the driver's function attributes: clusters of more than 8 CTAs
 SHARED_BYTES = 8  # the most shared memory of a CTA
+NO_CONTEXT = 201  # the driver's error in a thread that has not used the GPU yet
+PARAMETERS = c_char_p * 1  # pointers to the arguments, here to one struct
 
 
 class _Attribute(Structure):
@@ -60,20 +61,23 @@ class Kernel:
 
     def launch(self, ctas: int, arguments: bytes, stream: int, early: bool = False) -> None:
         """On the current device. With `early` it may start before the launch before it has ended."""
-        bind_context(self._driver)
-        config = self._config(ctas, stream, early)
-        struct = create_string_buffer(arguments, len(arguments))
-        parameters = (c_void_p * 1)(addressof(struct))
+        config = _config(ctas, self._threads, self._shared_bytes, stream, early)
+        parameters = PARAMETERS(arguments)
         error = self._driver.cuLaunchKernelEx(byref(config), self._function, parameters, None)
+        if error == NO_CONTEXT:
+            bind_context(self._driver)
+            error = self._driver.cuLaunchKernelEx(byref(config), self._function, parameters, None)
         if error:
             raise RuntimeError(
                 f"a CUDA kernel was not launched: error {error}, {ctas} CTAs of {self._threads} threads, "
                 f"{self._shared_bytes} bytes"
             )
 
-    def _config(self, ctas: int, stream: int, early: bool) -> _Launch:
-        attributes = pointer(EARLY) if early else POINTER(_Attribute)()
-        return _Launch(ctas, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, attributes, int(early))
+
+@lru_cache(1024)
+def _config(ctas: int, threads: int, shared_bytes: int, stream: int, early: bool) -> _Launch:
+    attributes = pointer(EARLY) if early else POINTER(_Attribute)()
+    return _Launch(ctas, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, int(early))
 
 
 @cache

@@ -37,19 +37,22 @@ SCALING = struct.Struct("2Pq")
 @dataclass(frozen=True)
 class Plan:
     """A row by `cluster` CTAs of `threads`, each of which keeps `blocks` of it. A cluster does up to `rows` rows,
-    asking for the next while it works on one; the registers shall leave room for `ctas` on a processor."""
+    asking for the next while it works on one; the registers shall leave room for `ctas` on a processor. `aligned`:
+    rows start and end at a multiple of 16 bytes."""
 
     cluster: int
     threads: int
     blocks: int
     rows: int
     ctas: int
+    aligned: bool
 
     @property
     def shared_bytes(self) -> int:
         return self.blocks * (BLOCK_BYTES + 8)  # with a barrier each
 
 
+@cache
 def plan_row(v: int, size: int, aligned: bool) -> Plan | None:
     """The fastest way measured on an H200 for rows of v logits of `size` bytes."""
     row = v * size + (0 if aligned else 16)
@@ -60,7 +63,7 @@ def plan_row(v: int, size: int, aligned: bool) -> Plan | None:
     of_a_warp = 3 if size == 4 and cluster > 2 else 4
     threads = 32 * min(32, -(-blocks // of_a_warp))
     room = ((228 << 10) // (blocks * (BLOCK_BYTES + 8) + 2048), (64 << 10) // (threads * REGISTERS[size]), 32)
-    return Plan(cluster, threads, blocks, 4 if cluster > 1 else size // 2, max(1, min(room)))
+    return Plan(cluster, threads, blocks, 4 if cluster > 1 else size // 2, max(1, min(room)), aligned)
 
 
 def find_plan(x: Tensor, gradient: Tensor | None, weight: Tensor | None, options: LossOptions) -> Plan | None:
@@ -73,18 +76,15 @@ def find_plan(x: Tensor, gradient: Tensor | None, weight: Tensor | None, options
         or not has_clusters(x.device)
     ):
         return None
-    out = x if gradient is None else gradient
-    entries = 16 // x.element_size()
-    stride, out_stride = _row_stride(x), _row_stride(out)
-    if stride is None or out_stride is None or (stride - out_stride) % entries:
+    out, size, v = x if gradient is None else gradient, x.element_size(), x.shape[-1]
+    entries, stride, out_stride = 16 // size, _row_stride(x), _row_stride(out)
+    if v * size < SHORT or stride is None or out_stride is None or (stride - out_stride) % entries:
         return None
     if out.dtype != x.dtype and (x.dtype != torch.float32 or out.dtype not in NAMES):
         return None
     if x.data_ptr() % 16 or out.data_ptr() % (entries * out.element_size()):
         return None
-    if x.shape[-1] * x.element_size() < SHORT:
-        return None
-    return plan_row(x.shape[-1], x.element_size(), is_aligned(x))
+    return plan_row(v, size, stride % entries == 0 and v % entries == 0)
 
 
 def reduced_loss(
@@ -102,23 +102,23 @@ def reduced_loss(
     plan = find_plan(x, gradient, weight, options) if targets.numel() else None
     if plan is None:
         return None
-    rows, scale = targets.numel(), torch.empty((), dtype=torch.float64, device=x.device)
-    kernel = _loss_kernel(plan, x, targets, mask, gradient, scale)
+    kernel = _loss_kernel(plan, x, targets, mask, gradient, "double", False)
     count = _step_kernel("count_long" if targets.dtype == torch.int64 else "count_int", x.device)
     add = _step_kernel("add_losses", x.device)
     if kernel is None or count is None or add is None:
         return None
     targets, mask = targets.contiguous(), _as_bytes(mask)
-    masks = 0 if mask is None else mask.data_ptr()
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
-    lses, loss = torch.empty_like(losses), losses.new_empty(())
-    places = (targets.data_ptr(), masks, scale.data_ptr())
+    rows, masks = targets.numel(), 0 if mask is None else mask.data_ptr()
+    lses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    loss, work = lses.new_empty(()), lses.new_empty(rows + 2)
+    scale, losses = work.data_ptr(), work.data_ptr() + 8  # a double, then floats
+    places = (targets.data_ptr(), masks, scale)
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
         count.launch(1, COUNT.pack(*places, rows, options.ignore_index, options.reduction == "mean"), stream)
         arguments = _pack(plan, x, places, losses, lses, options, gradient)
         kernel.launch(_ctas(plan, rows), arguments, stream, early=True)
-        arguments = LOSSES.pack(losses.data_ptr(), scale.data_ptr(), loss.data_ptr(), rows)
+        arguments = LOSSES.pack(losses, scale, loss.data_ptr(), rows)
         add.launch(1, arguments, stream, early=True)
     return loss, lses
 
@@ -134,7 +134,8 @@ def losses_and_gradient(
 ) -> tuple[Tensor, Tensor] | None:
     """As `torch_loss.losses_and_gradient`, in one launch; None where the kernel cannot be compiled."""
     scale = scale.contiguous()
-    kernel = _loss_kernel(plan, x, targets, mask, gradient, scale)
+    kind = "double" if scale.dtype == torch.float64 else "float"
+    kernel = _loss_kernel(plan, x, targets, mask, gradient, kind, scale.dim() > 0)
     if kernel is None:
         return None
     rows = targets.numel()
@@ -144,7 +145,8 @@ def losses_and_gradient(
     places = (targets.data_ptr(), 0 if mask is None else mask.data_ptr(), scale.data_ptr())
     with torch.cuda.device_of(x):
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        kernel.launch(_ctas(plan, rows), _pack(plan, x, places, losses, lses, options, gradient), stream)
+        arguments = _pack(plan, x, places, losses.data_ptr(), lses, options, gradient)
+        kernel.launch(_ctas(plan, rows), arguments, stream)
     return losses, lses
 
 
@@ -166,7 +168,7 @@ def scale_entries(gradient: Tensor, scale: Tensor) -> bool:
     with torch.cuda.device_of(gradient):
         stream = torch._C._cuda_getCurrentRawStream(gradient.device.index)
         arguments = SCALING.pack(gradient.data_ptr(), scale.data_ptr(), gradient.nbytes // 16)
-        kernel.launch(2 * processors(gradient.device), arguments, stream)
+        kernel.launch(2 * processors(gradient.device), arguments, stream, early=True)
     return True
 
 
@@ -174,17 +176,17 @@ def _pack(
     plan: Plan,
     x: Tensor,
     places: tuple[int, int, int],
-    losses: Tensor,
+    losses: int,
     lses: Tensor,
     options: LossOptions,
     gradient: Tensor | None,
 ) -> bytes:
-    """The kernel's arguments; `places` are those of the targets, the mask and the scale."""
+    """The kernel's arguments; `places` are those of the targets, the mask and the scale, then that of the losses."""
     out = x if gradient is None else gradient
-    pointers = (x.data_ptr(), out.data_ptr(), *places, losses.data_ptr(), lses.data_ptr())
+    pointers = (x.data_ptr(), out.data_ptr(), *places, losses, lses.data_ptr())
     numbers = (
         x.shape[-1],
-        losses.numel(),
+        lses.numel(),
         _row_stride(x),
         _row_stride(out),
         options.ignore_index,
@@ -194,18 +196,23 @@ def _pack(
 
 
 def _loss_kernel(
-    plan: Plan, x: Tensor, targets: Tensor, mask: Tensor | None, gradient: Tensor | None, scale: Tensor
+    plan: Plan,
+    x: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    gradient: Tensor | None,
+    scale: str,
+    per_row: bool,
 ) -> Kernel | None:
     return _compiled(
         plan,
         NAMES[x.dtype],
         NAMES[(x if gradient is None else gradient).dtype],
         "long long" if targets.dtype == torch.int64 else "int",
-        "double" if scale.dtype == torch.float64 else "float",
+        scale,
         mask is not None,
-        scale.dim() > 0,
+        per_row,
         gradient is not None,
-        is_aligned(x),
         x.device,
     )
 
@@ -220,7 +227,6 @@ def _compiled(
     has_mask: bool,
     per_row: bool,
     want: bool,
-    aligned: bool,
     device: torch.device,
 ) -> Kernel | None:
     macros = {
@@ -231,7 +237,7 @@ def _compiled(
         "CLUSTER": plan.cluster,
         "THREADS": plan.threads,
         "CTAS": plan.ctas,
-        "ALIGNED": int(aligned),
+        "ALIGNED": int(plan.aligned),
         "HAS_MASK": int(has_mask),
         "PER_ROW": int(per_row),
         "WANT": int(want),
@@ -268,12 +274,6 @@ def processors(device: torch.device) -> int:
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.bool().contiguous()
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Whether all rows start and end at a multiple of 16 bytes."""
-    stride, entries = _row_stride(x), 16 // x.element_size()
-    return stride is not None and stride % entries == 0 and x.shape[-1] % entries == 0
 
 
 def _row_stride(x: Tensor) -> int | None:

@@ -1,10 +1,13 @@
 """Cross-entropy of a linear layer's output without the output: a bounded slab of logits at a time.
 
 Each slab of rows goes through three matrix products: its logits in float32, its rows of the gradient of
-hidden, and its share of the gradient of weight, which is accumulated in float32.
+hidden, and its share of the gradient of weight, which is accumulated in float32. N is the number of positions, D the
+width of hidden, V the vocabulary.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,9 +22,10 @@ from gradproof.kernels.cross_entropy import (
     scale_of_loss,
     scale_rows,
 )
+from gradproof.kernels.linear_by_columns import by_columns
 from gradproof.kernels.loss_options import LossOptions, check_loss_inputs
+from gradproof.kernels.product import multiply
 
-# N positions, D width of hidden, V vocabulary
 SLAB_BYTES = 1 << 29  # logits and their gradient together
 
 
@@ -38,13 +42,23 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     reduction: str = "mean",
     return_lse: bool = False,
+    least_memory: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`cross_entropy(hidden @ weight.T, targets)` of hidden (..., D) and weight (V, D), in bounded memory.
 
     `class_weight` is what `cross_entropy` calls weight. Gradients are computed with the loss, except for
     reduction="none", whose backward computes the logits again.
+
+    Memory: 0.5 GiB beside the gradients, and for 16-bit weights the float32 sum of the weight's gradient, or all
+    logits' gradients where they take less. `least_memory` does without these two: bfloat16 weights for which they
+    would not fit into the 0.5 GiB have their logits made twice, which takes a fourth product.
     """
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap or 0.0, reduction)
+    if least_memory and (label_smoothing or softcap):
+        raise UserError(
+            "linear_cross_entropy(least_memory=True) goes with neither label_smoothing nor softcap; leave it out, "
+            "which costs the memory of a float32 copy of the weight"
+        )
     if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
         raise UserError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; "
@@ -54,7 +68,7 @@ def linear_cross_entropy(
         raise UserError(f"hidden is {hidden.dtype} and weight {weight.dtype}; they must have one dtype")
     shape = torch.Size((*hidden.shape[:-1], len(weight)))
     check_loss_inputs(shape, hidden.dtype, targets, mask, class_weight)
-    numbers = (ignore_index, label_smoothing, z_loss, options.softcap, reduction)
+    numbers = (ignore_index, label_smoothing, z_loss, options.softcap, reduction, least_memory)
     wants = tuple(t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight))
     if not any(wants) or torch.compiler.is_compiling():
         loss, lse, _, _ = _linear_cross_entropy(hidden, weight, targets, mask, class_weight, *numbers, *wants)
@@ -73,7 +87,7 @@ class _WithGradients(torch.autograd.Function):
         loss, lse, *gradients = direct(_linear_cross_entropy)(*tensors, *numbers, *wants)
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(lse)
-        ctx.gradients = None if numbers[-1] == "none" else gradients
+        ctx.gradients = None if numbers[4] == "none" else gradients
         return loss, lse
 
     @staticmethod
@@ -112,10 +126,11 @@ def _by_slabs(
     late = scale if hidden.dtype == torch.float16 and scale.dim() == 0 else None
     scale = torch.ones_like(scale) if late is not None else scale
     v, rows = len(weight), _padded(weight)
-    logits, dlogits, borrowed = _slabs(n, v, rows, dhidden, dweight)
+    slabs = _choose_slabs(n, v, rows, dhidden, dweight)
+    logits, dlogits = _allocate(slabs, rows, dweight)
     total = dweight
     in_parts = n > len(dlogits) or late is not None
-    if dweight is not None and (borrowed or in_parts or len(rows) > v):
+    if dweight is not None and (slabs.where == "dweight" or in_parts or len(rows) > v):
         total = torch.empty_like(rows, dtype=wide if in_parts else rows.dtype)
     for start in range(0, n, len(dlogits)):
         stop = min(start + len(dlogits), n)
@@ -133,6 +148,8 @@ def _by_slabs(
                 None if dhidden is dweight is None else dlogits[first - start : here.stop - start, :v],
             )
         dx = dlogits[: stop - start]
+        if len(rows) > v:
+            dx[:, v:] = 0
         # forward was x = hidden @ weight.T, so:
         if dhidden is not None:
             torch.mm(dx, rows, out=dhidden[start:stop])
@@ -155,71 +172,75 @@ def _padded(weight: Tensor) -> Tensor:
     return torch.nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
-def _slabs(
-    n: int, v: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None
-) -> tuple[Tensor, Tensor, bool]:
-    """Memory for rows of logits and for rows of their gradient, and whether that is borrowed from dweight.
+@dataclass(frozen=True)
+class Slabs:
+    """How many rows of logits and of their gradients are held at a time, and where the gradients lie."""
 
-    The more rows the gradient has, the less often dweight is read and written; before it is filled, its
-    memory is free for that. Of a padded weight the first v columns are real, the others hold zeros.
-    """
+    rows: int
+    gradient_rows: int
+    where: str  # "logits": over them; "dweight": in its memory, which is filled later; "apart"
+
+
+def _choose_slabs(n: int, v: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None) -> Slabs:
+    """For n positions, a vocabulary of v and its weight, padded."""
     stride, width = weight.shape
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    in_place = (
-        weight.dtype == wide or dhidden is dweight is None
-    )  # the gradient goes over the logits, if at all
+    wide = max(4, weight.element_size())
     size = SLAB_BYTES - (weight.nbytes if stride > v else 0)
-    room = 0 if dweight is None else v * width // stride
-    keep = 2 * width if dweight is not None and weight.dtype == torch.bfloat16 else 0
-    rows, gradient_rows, borrowed = slab_rows(n, wide.itemsize * stride, size, in_place, room, keep)
-    logits = torch.empty(max(1, min(rows, n)), stride, dtype=wide, device=weight.device)
-    gradient_rows = max(1, min(gradient_rows, n))
-    if in_place:
-        return logits, logits, False
-    if borrowed and dweight is not None:
-        place = dweight.view(-1)[: gradient_rows * stride].view(gradient_rows, stride)
+    if weight.element_size() == wide or dhidden is dweight is None:
+        rows = _whole_tiles(size // (wide * stride))
+        found = Slabs(rows, rows, "logits")
     else:
-        place = torch.empty(gradient_rows, stride, dtype=weight.dtype, device=weight.device)
-    place[:, v:].zero_()
-    return logits, place, borrowed
+        keep = 2 * width if dweight is not None and weight.dtype == torch.bfloat16 else 0
+        room, total = (0, 0) if dweight is None else (v * width // stride, 4 * weight.numel())
+        found = slabs_of_16_bits(n, 4 * stride, size, room, keep, total)
+    return replace(found, rows=max(1, min(found.rows, n)), gradient_rows=max(1, min(found.gradient_rows, n)))
 
 
-def slab_rows(n: int, row: int, size: int, in_place: bool, room: int, keep: int) -> tuple[int, int, bool]:
-    """How many of n rows of logits, of `row` bytes, and of gradients, of half that, to hold at a time.
+def slabs_of_16_bits(n: int, row: int, size: int, room: int, keep: int, total: int) -> Slabs:
+    """For n rows of float32 logits, of `row` bytes each, and their 16-bit gradients, of half that.
 
-    Both fit into `size` bytes. dweight has `room` for gradients, which it lends (the third answer) if that is more.
-    But up to `keep` rows of gradients take no more memory than the float32 sum of dweight that a second slab
-    would need: then all are kept, and dweight is one product.
+    If all gradients fit into `size` bytes beside a few logits, dweight is one product. If not, it needs a float32 sum,
+    of `total` bytes. Where that is small, the gradients go over the logits, in what it leaves of `size`. Where it is
+    large, up to `keep` gradients take no more memory than the sum, and all are kept instead; beyond, the more rows the
+    gradient has, the less often the sum is read and written, and dweight, not filled yet, has room for `room`.
     """
     most = _whole_tiles(size // row)
-    if in_place:
-        return most, most, False
     few = min(512, _whole_tiles(most // 2))
     own = _whole_tiles((size - few * row) // (row // 2))
     if n <= own:
-        return few, own, False
+        return Slabs(few, own, "apart")
+    if total <= size // 2:
+        most = _whole_tiles((size - total) // row)
+        return Slabs(most, most, "logits")
     if n <= keep:
-        return most, n, False
-    return (most, _whole_tiles(room), True) if room > own else (few, own, False)
+        return Slabs(most, n, "apart")
+    return Slabs(most, _whole_tiles(room), "dweight") if room > most else Slabs(most, most, "logits")
+
+
+def _allocate(slabs: Slabs, weight: Tensor, dweight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for rows of logits and rows of their gradient, each with a column for each row of weight."""
+    stride = len(weight)
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    logits = torch.empty(slabs.rows, stride, dtype=wide, device=weight.device)
+    if slabs.where == "logits":
+        return logits, logits.view(weight.dtype)[:, :stride]
+    if slabs.where == "dweight" and dweight is not None:
+        place = dweight.view(-1)[: slabs.gradient_rows * stride]
+        return logits, place.view(slabs.gradient_rows, stride)
+    return logits, torch.empty(slabs.gradient_rows, stride, dtype=weight.dtype, device=weight.device)
+
+
+def _is_small(n: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None) -> bool:
+    """Whether slabs, with the float32 sum they need where they have not all rows, take no more than SLAB_BYTES."""
+    slabs = _choose_slabs(n, len(weight), weight, dhidden, dweight)
+    apart = slabs.gradient_rows * weight.element_size() if slabs.where == "apart" else 0
+    total = 4 * weight.shape[1] if slabs.gradient_rows < n else 0
+    return len(weight) * (4 * slabs.rows + apart + total) <= SLAB_BYTES
 
 
 def _whole_tiles(rows: int) -> int:
     """At least one row, and a multiple of what a matrix product takes at a time."""
     return max(1, rows // 128 * 128 or rows)
-
-
-def multiply(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
-    """out = a @ b, or out += a @ b, summed in the precision of out, which may be wider than a and b."""
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out) if add else torch.mm(
-            a, b, out_dtype=out.dtype, out=out
-        )
-    elif add:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 @torch.library.custom_op("gradproof::linear_cross_entropy", mutates_args=())
@@ -234,6 +255,7 @@ def _linear_cross_entropy(
     z_loss: float,
     softcap: float,
     reduction: str,
+    least_memory: bool,
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -243,7 +265,7 @@ def _linear_cross_entropy(
     scale = scale_of_loss(targets, mask, class_weight, options)
     wants = (want_dhidden and reduction != "none", want_dweight and reduction != "none")
     losses, lse, dhidden, dweight = _losses_and_gradients(
-        hidden, weight, targets, mask, class_weight, options, scale, *wants
+        hidden, weight, targets, mask, class_weight, options, scale, least_memory, *wants
     )
     return reduce_losses(losses, scale, reduction), lse, dhidden, dweight
 
@@ -256,6 +278,7 @@ def _losses_and_gradients(
     class_weight: Tensor | None,
     options: LossOptions,
     scale: Tensor,
+    least_memory: bool,
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -265,21 +288,24 @@ def _losses_and_gradients(
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_dweight else None
     if dweight is not None and not len(flat):
         dweight.zero_()
-    losses, lse = _by_slabs(
-        flat,
-        weight,
-        targets.reshape(-1),
-        None if mask is None else mask.reshape(-1),
-        class_weight,
-        options,
-        scale.reshape(-1) if scale.dim() else scale,
-        dhidden,
-        dweight,
+    targets, mask = targets.reshape(-1), None if mask is None else mask.reshape(-1)
+    scale = scale.reshape(-1) if scale.dim() else scale
+    small = (
+        not least_memory or weight.dtype != torch.bfloat16 or _is_small(len(flat), weight, dhidden, dweight)
     )
+    if dweight is not None and not small:
+        w_y = None if class_weight is None else class_weight[targets.clamp(0, len(weight) - 1)]
+        losses, lse = by_columns(
+            flat, weight, targets, mask, options, scale if w_y is None else scale * w_y,
+            dhidden, dweight, SLAB_BYTES,
+        )  # fmt: skip
+        losses = losses if w_y is None else losses * w_y
+    else:
+        losses, lse = _by_slabs(flat, weight, targets, mask, class_weight, options, scale, dhidden, dweight)
     nothing = hidden.new_empty(0)
     return (
-        losses.view(targets.shape),
-        lse.view(targets.shape),
+        losses.view(hidden.shape[:-1]),
+        lse.view(hidden.shape[:-1]),
         nothing if dhidden is None else dhidden.view(hidden.shape),
         nothing.clone() if dweight is None else dweight,
     )
@@ -297,6 +323,7 @@ def _(
     z_loss,
     softcap,
     reduction,
+    least_memory,
     want_dhidden,
     want_dweight,
 ):
@@ -321,6 +348,7 @@ def _linear_cross_entropy_backward(
     z_loss: float,
     softcap: float,
     reduction: str,
+    least_memory: bool,
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -328,7 +356,7 @@ def _linear_cross_entropy_backward(
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, reduction)
     scale = scale_of_loss(targets, mask, class_weight, options) * dlosses
     _, _, dhidden, dweight = _losses_and_gradients(
-        hidden, weight, targets, mask, class_weight, options, scale, want_dhidden, want_dweight
+        hidden, weight, targets, mask, class_weight, options, scale, least_memory, want_dhidden, want_dweight
     )
     return dhidden, dweight
 
@@ -343,19 +371,18 @@ def _(dlosses, hidden, weight, *others):
 
 
 def _keep_gradients(ctx, inputs, output) -> None:
-    *tensors, ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.reduction, _, _ = inputs
-    ctx.wants = inputs[-2:]
+    tensors, ctx.numbers, ctx.wants = inputs[:5], inputs[5:-2], inputs[-2:]
+    ctx.late = inputs[9] == "none"  # the reduction
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*(tensors if ctx.reduction == "none" else output[2:]))
+    ctx.save_for_backward(*(tensors if ctx.late else output[2:]))
 
 
 def _backward(ctx, dloss: Tensor, *_) -> tuple[Tensor | None, ...]:
-    if ctx.reduction == "none":
-        numbers = (ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.reduction)
-        gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *numbers, *ctx.wants)
+    if ctx.late:
+        gradients = _linear_cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers, *ctx.wants)
     else:
         gradients = tuple(gradient * dloss.to(gradient.dtype) for gradient in ctx.saved_tensors)
-    return *_wanted(gradients, ctx.wants), *10 * [None]
+    return *_wanted(gradients, ctx.wants), *11 * [None]
 
 
 _linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)

@@ -68,7 +68,8 @@ unsigned times_word(unsigned word, float times, bf16) {
 }
 unsigned times_word(unsigned word, float times, half) {
     float low, high;
-    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(word));
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(low), "=f"(high) : "r"(word));
     low *= times, high *= times;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
@@ -76,6 +77,7 @@ unsigned times_word(unsigned word, float times, half) {
 
 // pieces of 16 bytes times a number; nothing is read if that is 1
 template <typename Entry> void scale(const Scaling& a) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     const float times = *a.by;
     if (times == 1) return;
     const long long stride = (long long)gridDim.x * blockDim.x;

@@ -374,6 +374,11 @@ def losses_and_gradient(
     done = cuda_loss.losses_and_gradient(x, targets, mask, options, scale, gradient, plan) if plan else None
     if done:
         return done
+    if gradient is not None and gradient.dtype != x.dtype and _share_memory(x, gradient):
+        apart = torch.empty(x.shape, dtype=gradient.dtype, device=x.device)
+        found = losses_and_gradient(x, targets, mask, weight, options, scale, apart, launch)
+        gradient.copy_(apart)
+        return found
     targets = targets.contiguous()
     mask = None if mask is None else mask.to(torch.int8).contiguous()
     losses = torch.empty(targets.shape, dtype=torch.float64 if wide else torch.float32, device=logits.device)
@@ -411,6 +416,10 @@ def losses_and_gradient(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _cross_entropy[(rows * slices,)](*arguments, posts, counters, *numbers, slices, blocks, **flags)
     return losses, lses
+
+
+def _share_memory(x: Tensor, out: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
 
 
 def _are_alike(x: Tensor, out: Tensor) -> bool:
