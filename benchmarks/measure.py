@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import time
@@ -59,13 +60,16 @@ def gpu_ms(function, repetitions: int = 10, warm: int = 3) -> float:
     return statistics.median(b.elapsed_time(e) for b, e in times)
 
 
-def in_turns(ways: dict, rounds: int = 5, repetitions: int = 6) -> dict:
-    """Median milliseconds of each way, taken in turns: a GPU that has just multiplied matrices is slower for a while."""
+def in_turns(ways: dict, rounds: int = 6, repetitions: int = 6) -> dict:
+    """Median milliseconds of each way. They are taken in turns, shuffled, and each runs for a third of a second before
+    it is timed: matrix products heat a GPU up, and what comes after them is slower for a while."""
     times: dict = {name: [] for name in ways}
-    for turn in range(rounds):
-        for name, way in list(ways.items()):
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(ways), len(ways)):
             try:
-                times[name].append(gpu_ms(way, repetitions, 1 if turn else 3))
+                once = gpu_ms(ways[name], 1, 2)
+                times[name].append(gpu_ms(ways[name], repetitions, min(100, int(300 / once))))
             except Exception as error:
                 del ways[name]
                 times[name] = f"{type(error).__name__}: {error}"[:200]

@@ -200,7 +200,8 @@ def test_a_gradient_of_16_bits_over_its_own_float32_logits(device):
     )
     exact, _, dexact = reference_loss_and_gradient(logits, targets, None, None, options)
     assert difference(losses, exact.float(), relative=1e-6).ok
-    assert difference(gradient, dexact, absolute=ulp(dexact, torch.bfloat16)).ok
+    allowed = 2e-6 * dexact.abs().amax(1, keepdim=True) + ulp(dexact, torch.bfloat16)
+    assert difference(gradient, dexact, absolute=allowed).ok
 
 
 def test_in_place_is_refused_where_the_logits_are_needed(device):

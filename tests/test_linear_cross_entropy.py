@@ -84,6 +84,16 @@ def test_low_precision_keeps_float32_logits_and_sums(dtype, device, rows_in_a_sl
     assert_right(*make(n=200, dtype=dtype, device=device), allowed=allowed)
 
 
+def test_gradients_to_come_lend_their_memory_to_logits(device, monkeypatch):
+    """One row of logits, and 128 more wherever 256 rows of gradients are still to come."""
+    lent, real = [], module._lend
+    monkeypatch.setattr(module, "_choose_slabs", lambda *_: Slabs(1, 450, "apart"))
+    monkeypatch.setattr(module, "_lend", lambda *a: lent.append(len(real(*a))) or real(*a))
+    data = make(n=450, d=8, v=64, dtype=torch.bfloat16, device=device)
+    assert_right(*data, allowed=torch.finfo(torch.bfloat16).eps)
+    assert lent[0] == 128 and lent[-1] == 1
+
+
 def test_float16_does_not_underflow_with_many_positions(device):
     hidden, weight, targets = make(n=4096, v=999, dtype=torch.float16, device=device)
     linear_cross_entropy(hidden, weight, targets).backward()

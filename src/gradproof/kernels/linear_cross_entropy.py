@@ -134,9 +134,11 @@ def _by_slabs(
         total = torch.empty_like(rows, dtype=wide if in_parts else rows.dtype)
     for start in range(0, n, len(dlogits)):
         stop = min(start + len(dlogits), n)
-        for first in range(start, stop, len(logits)):
-            here = slice(first, min(first + len(logits), stop))
-            x = logits[: here.stop - first]
+        first = start
+        while first < stop:
+            x = _lend(logits, dlogits[first - start : stop - start]) if slabs.where == "apart" else logits
+            here = slice(first, first := min(first + len(x), stop))
+            x = x[: here.stop - here.start]
             multiply(hidden[here], rows.mT, out=x)
             losses[here], lses[here] = backend_of(x).losses_and_gradient(
                 x[:, :v],
@@ -145,7 +147,7 @@ def _by_slabs(
                 class_weight,
                 options,
                 scale[here] if scale.dim() else scale,
-                None if dhidden is dweight is None else dlogits[first - start : here.stop - start, :v],
+                None if dhidden is dweight is None else dlogits[here.start - start : here.stop - start, :v],
             )
         dx = dlogits[: stop - start]
         if len(rows) > v:
@@ -228,6 +230,14 @@ def _allocate(slabs: Slabs, weight: Tensor, dweight: Tensor | None) -> tuple[Ten
         place = dweight.view(-1)[: slabs.gradient_rows * stride]
         return logits, place.view(slabs.gradient_rows, stride)
     return logits, torch.empty(slabs.gradient_rows, stride, dtype=weight.dtype, device=weight.device)
+
+
+def _lend(logits: Tensor, dlogits: Tensor) -> Tensor:
+    """Memory for more logits where the last of the gradients to come have it: for a third of their rows."""
+    rows, stride = len(dlogits) // 3 // 128 * 128, dlogits.shape[1]
+    if rows <= len(logits) or stride % 2:
+        return logits
+    return dlogits[-2 * rows :].view(-1).view(logits.dtype).view(rows, stride)
 
 
 def _is_small(n: int, weight: Tensor, dhidden: Tensor | None, dweight: Tensor | None) -> bool:
