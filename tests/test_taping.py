@@ -29,11 +29,14 @@ class Simulation:
         monkeypatch.setattr(taping, "time", self.clock)
         recorder = SimpleNamespace(start=lambda **_: None, stop=Tape)
         monkeypatch.setattr(taping, "Recorder", lambda names: recorder)
-        self.taping = taping.Taping(Names([]), self.examine, **options)
+        self.taping = taping.Taping(Names([]), self.examine, self.fail, **options)
 
     def examine(self, tape, step, thorough):
         self.taped.append(step)
         self.clock.now += EXAMINATION if thorough else 0.0
+
+    def fail(self, error):
+        raise error
 
     def run(self, steps):
         for step in range(steps):
