@@ -72,7 +72,7 @@ def watched(name: str, model: nn.Module, schedule: str | None) -> Variant:
             session._outputs.detach()
 
         stack.callback(pause)
-        if session.open.depth == EVERYTHING:
+        if session.current.depth == EVERYTHING:
             session._outputs.attach()
         return stack
 

@@ -14,21 +14,21 @@ from gradproof.probes.session import Session
 @guarded
 def end_step(session: Session, values: dict[str, Any]) -> None:
     """A row, and with it the end of the step."""
-    session.open.row.update({key: _number(value) for key, value in values.items()})
+    session.current.row.update({key: _number(value) for key, value in values.items()})
     session.close_step()
 
 
 @guarded
 def note(session: Session, values: dict[str, float]) -> None:
     """Columns of the step that is under way."""
-    session.open.row.update(values)
+    session.current.row.update(values)
 
 
 @guarded
 @torch.no_grad()
 def measure_tensors(session: Session, kind: str, named: dict[str, Any]) -> None:
     """Torch tensors, NumPy arrays, anything that torch.as_tensor takes."""
-    session.open.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()})
+    session.current.measure(kind, {n: measuring.local(torch.as_tensor(t)) for n, t in named.items()})
 
 
 def _number(value: Any) -> Any:

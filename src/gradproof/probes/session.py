@@ -1,8 +1,8 @@
 """One watched training: events come in from the hooks, rows and frames go out to the run.
 
 A step ends when an optimizer has stepped, when a GradScaler skipped the step, or, for optimizers that step
-inside backward, when that backward has ended. An error in here becomes one warning and ends the watching, never
-the training.
+inside backward, when that backward has ended. On its way through here a step is opened as deep as the pace allows,
+filled by the events, closed, handed to the ledger, and its tape, if it has one, to the experiments.
 """
 
 from __future__ import annotations
@@ -52,32 +52,35 @@ class Session:
     ) -> None:
         self.writer = writer
         self.names = names
+        self.lines = lines or Lines()
         self.rank = rank
         self.pid = os.getpid()
-        self.alive = True
-        self.failure: str | None = None
-        self.own_seconds = 0.0
-        self.pace = Pace(rules, budget, rank)
-        self.step = 0
-        self.counts = {"backward": 0, "zero_grad": 0, "clip": 0, "scheduler": 0, "skipped": 0}
-        self.unseen = False  # the step under way is passed over
-        self.compiled = False
-        self._on_row = on_row
-        self._epoch, self._batch = 0, 0
-        self.parameters = Parameters(writer, names)
-        self._ledger = Ledger(writer, self._row_written)
-        self._updates = UpdateProbe(self.parameters)
-        self._unscaled: dict[int, Tensor] = {}
-        self.losses: deque[float] = deque(maxlen=2000)
-        self.lines = lines or Lines()
         # plain data that listeners gather; what begins with _ is for the experiments, not for the run
         self.facts: dict[str, Any] = {"lines": self.lines.sites, "_initialised": self.lines.initialised}
+        self.counts = {"backward": 0, "zero_grad": 0, "clip": 0, "scheduler": 0, "skipped": 0}
+        self.losses: deque[float] = deque(maxlen=2000)
+        self.own_seconds = 0.0
+        self.alive = True
+        self.failure: str | None = None
+
         self.taping: Taping | None = None
+        self.compiled = False
         self.stop_after: int | None = None  # steps after which a trial has shown enough
         self.afterwards: list[Callable[[], None]] = []  # what the handler that runs leaves to be done
         self.examining = False  # a model that is called meanwhile is not training
+
+        self.parameters = Parameters(writer, names)
+        self._updates = UpdateProbe(self.parameters)
         self._outputs = OutputProbe(names, self.lines, self._output_seen, self.fail)
-        self.open = OpenStep(EVERYTHING)
+        self._ledger = Ledger(writer, self._row_written)
+        self._on_row = on_row
+
+        self.pace = Pace(rules, budget, rank)
+        self.step = 0
+        self._epoch, self._batch = 0, 0
+        self._unscaled: dict[int, Tensor] = {}  # id of a scaled loss -> the loss
+        self.current = OpenStep(EVERYTHING)  # the step under way
+        self.unseen = False  # whether it is passed over
         self._begin_step()
 
     # events ------------------------------------------------------------------------------------------------
@@ -115,18 +118,18 @@ class Session:
     @guarded
     def zero_grad(self) -> None:
         self.counts["zero_grad"] += 1
-        self.open.order.append("z")
+        self.current.order.append("z")
 
     @guarded
     def scaled(self, unscaled: Tensor, scaled: Tensor, scale: Tensor | None) -> None:
         self._unscaled[id(scaled)] = unscaled
         if scale is not None:
-            self.open.reading.add("loss_scale", scale.clone())
+            self.current.reading.add("loss_scale", scale.clone())
 
     @guarded
     def backward_begins(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
         self.counts["backward"] += 1
-        step = self.open
+        step = self.current
         if not {"z", "b"} & set(step.order):
             self._updates.find_stale(step)
         step.order.append("b")
@@ -137,17 +140,17 @@ class Session:
 
     @guarded
     def backward_ends(self) -> None:
-        if self.open.row.get("inside_backward"):
+        if self.current.row.get("inside_backward"):
             self.close_step()
 
     @guarded
     def unscaled(self) -> None:
-        self.open.order.append("u")
+        self.current.order.append("u")
 
     @guarded
     def clipped(self, how: str, limit: float, before: Tensor | None) -> None:
         self.counts["clip"] += 1
-        step = self.open
+        step = self.current
         step.order.append("c" if how == "norm" else "v")
         step.row["clip_limit"] = float(limit)
         if before is not None:
@@ -162,7 +165,7 @@ class Session:
     @torch.no_grad()
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.parameters.of_optimizer(optimizer)["steps"] += 1
-        step = self.open
+        step = self.current
         if step.depth < LIGHT and not step.waits:
             return
         bad = not self._updates.before(step, self.step, optimizer)
@@ -175,7 +178,7 @@ class Session:
     @guarded
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        step = self.open
+        step = self.current
         if self.taping is not None:
             self.taping.optimizer_ends()
         step.order.append("s")
@@ -190,7 +193,7 @@ class Session:
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler found inf: the optimizer's own hooks never fire, and this is the step that matters."""
         self.counts["skipped"] += 1
-        step = self.open
+        step = self.current
         self._updates.skipped(step, optimizer)
         if self.pace.nonfinite_step == self.step:
             self.pace.nonfinite_step = None  # no weight has seen it: go on looking for the one that matters
@@ -203,21 +206,21 @@ class Session:
     @guarded
     def scheduler_stepped(self) -> None:
         self.counts["scheduler"] += 1
-        self.open.order.append("l")
+        self.current.order.append("l")
 
     @guarded
     @torch.no_grad()
     def _output_seen(self, kind: str, name: str, tensor: Tensor, made_by: str) -> None:
         tensor = measuring.local(tensor)
-        if self.open.depth >= EVERYTHING and tensor.numel():
-            facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:], "module": made_by}
-            self.writer.add_tensor(kind, name, **facts)
-            self.open.measure_output(kind, name, tensor)
+        if self.current.depth >= EVERYTHING and tensor.numel():
+            dtype = str(tensor.dtype)[6:]
+            self.writer.add_tensor(kind, name, shape=list(tensor.shape), dtype=dtype, module=made_by)
+            self.current.measure_output(kind, name, tensor)
 
     # the turn of a step ------------------------------------------------------------------------------------
 
     def close_step(self) -> None:
-        step, number = self.open, self.step
+        step, number = self.current, self.step
         step.close(step=number, seconds=self.pace.elapsed(), epoch=self._epoch, batch=self._batch)
         self.step += 1
         self._batch += 1
@@ -230,7 +233,7 @@ class Session:
         if self.taping is not None and self.alive:
             self.taping.end()
             self.taping.begin(self.step, self.compiled)
-            self.open.waits = self.taping.active
+            self.current.waits = self.taping.active
         if self.stop_after is not None and self.step >= self.stop_after:
             raise SystemExit(0)
 
@@ -242,26 +245,26 @@ class Session:
     def _begin_step(self) -> None:
         if self.taping is not None:
             self.own_seconds += self.taping.calls.take_seconds()
-        self.pace.pay(self.step, self.open.depth, self.own_seconds)
+        self.pace.pay(self.step, self.current.depth, self.own_seconds)
         self.unseen = self._must_pass_over()
         self._open_step()
 
     def _open_step(self) -> None:
         if self.unseen:
-            self.open = OpenStep(BARE)
+            self.current = OpenStep(BARE)
         else:
-            self.open = self.pace.open_step(self.step, self._epoch, self._batch)
+            self.current = self.pace.open_step(self.step, self._epoch, self._batch)
         if self.taping is not None:
             self.taping.calls.step_ended()
         self._listen_to_calls()
-        if self.open.depth >= EVERYTHING and not self.compiled:
+        if self.current.depth >= EVERYTHING and not self.compiled:
             self._outputs.attach()
         else:
             self._outputs.detach()
 
     def _listen_to_calls(self) -> None:
         if self.taping is not None:
-            self.taping.listen(self.step, seen=not self.unseen and self.open.depth >= LIGHT)
+            self.taping.listen(self.step, seen=not self.unseen and self.current.depth >= LIGHT)
 
     def _must_pass_over(self) -> bool:
         taped = self.taping is not None and self.taping.active
@@ -284,7 +287,7 @@ class Session:
             self.writer.write_event("first_nonfinite", step=self.step)
             self._ledger.write_ring()
         if self.pace.looks_closely(self.step):
-            self.open.depth = max(self.open.depth, PARAMETERS)
+            self.current.depth = max(self.current.depth, PARAMETERS)
 
     def _row_written(self, row: dict[str, Any]) -> None:
         if "loss" in row:
