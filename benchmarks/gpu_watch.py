@@ -153,9 +153,8 @@ class Variant:
     def begin(self) -> AbstractContextManager:
         if self.session is None:
             return nullcontext()
-        self.session.pace.began += (
-            time.perf_counter() - self._left
-        )  # a budget grows only while its variant runs
+        # a budget grows only while its variant runs
+        self.session.pace.began += time.perf_counter() - self._left
         stack = attach(self.session)
         stack.callback(lambda: setattr(self, "_left", time.perf_counter()))
         return stack

@@ -160,10 +160,13 @@ class Taping:
 
     def listen(self, step: int, seen: bool) -> None:
         """Calls are kept where a bad step shows before its update: on a CPU, and at the one step that was asked for."""
-        models = list(self._names.roots.values()) if seen else []
-        if seen and len(models) != len(self._on_cpu):
+        if not seen:
+            self.calls.detach()
+            return
+        models = list(self._names.roots.values())
+        if len(models) != len(self._on_cpu):
             self._on_cpu = [all(p.device.type == "cpu" for p in model.parameters()) for model in models]
-        if seen and (self.only == step or (self.calls.steady and all(self._on_cpu))):
+        if self.only == step or (self.calls.steady and all(self._on_cpu)):
             self.calls.attach(models)
         else:
             self.calls.detach()
