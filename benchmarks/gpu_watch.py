@@ -153,14 +153,15 @@ class Variant:
     def begin(self) -> AbstractContextManager:
         if self.session is None:
             return nullcontext()
-        self.session.began += time.perf_counter() - self._left  # a budget grows only while its variant runs
+        # a budget grows only while its variant runs
+        self.session.pace.began += time.perf_counter() - self._left
         stack = attach(self.session)
         stack.callback(lambda: setattr(self, "_left", time.perf_counter()))
         return stack
 
     def owes(self) -> bool:
         """Whether the grace at the start of a run is still being spent."""
-        return self.session is not None and self.session.purse.spent < self.session.purse.GRACE
+        return self.session is not None and self.session.pace.purse.spent < self.session.pace.purse.GRACE
 
 
 def measure_overhead(rounds: int, small: bool) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def watched(name: str, model: nn.Module, schedule: str | None) -> Variant:
 
     def begin() -> AbstractContextManager:
         nonlocal left
-        session.began += time.perf_counter() - left  # the budget grows only while this variant runs
+        session.pace.began += time.perf_counter() - left  # the budget grows only while this variant runs
         stack = attach(session)
 
         def pause() -> None:
@@ -72,12 +72,12 @@ def watched(name: str, model: nn.Module, schedule: str | None) -> Variant:
             session._outputs.detach()
 
         stack.callback(pause)
-        if session._open.depth == EVERYTHING:
+        if session.current.depth == EVERYTHING:
             session._outputs.attach()
         return stack
 
     variant = Variant(name, begin)
-    variant.owed = lambda: session.purse.spent < session.purse.GRACE
+    variant.owed = lambda: session.pace.purse.spent < session.pace.purse.GRACE
     return variant
 
 

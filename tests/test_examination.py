@@ -26,7 +26,7 @@ from gradproof.record.writer import RunWriter
 def examine(path, training, **options):
     """Run a training, watched and examined as `gradproof run` does it; what the training returned."""
     session = open_session(path, command=["test"], names=Names())
-    session.taping = Taping(session.names, Examination(session), **options)
+    session.taping = Taping(session.names, Examination(session), session.fail, **options)
     with attach(session):
         try:
             return training()

@@ -1,6 +1,7 @@
 """Findings name the line: call sites as the script makes them, and data traced back through the source."""
 
 import textwrap
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,13 @@ def test_every_family_with_calls_exists():
     from gradproof.diagnosis.causes import BY_FAMILY
 
     assert set(CALLS) <= set(BY_FAMILY)
+
+
+@pytest.mark.parametrize("group", ["gradients", "steps", "data", "network"])
+def test_a_cause_and_its_planted_faults_are_in_files_of_one_name(group):
+    causes = import_module(f"gradproof.diagnosis.catalogue.{group}").CAUSES
+    faults = import_module(f"gradproof.faults.{group}").FAULTS
+    assert {cause.family for cause in causes} == {fault.family for fault in faults}
 
 
 def test_what_the_catalogue_names_exists():

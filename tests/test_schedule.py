@@ -3,6 +3,7 @@
 import pytest
 
 from gradproof.errors import UserError
+from gradproof.probes.pace import Pace
 from gradproof.probes.schedule import (
     BARE,
     EVERYTHING,
@@ -72,3 +73,21 @@ def test_a_purse_keeps_its_budget(step_seconds):
     assert EVERYTHING in depths[len(depths) // 2 :]  # deep looks go on for ever
     if step_seconds == 0.2:
         assert BARE not in depths
+
+
+@pytest.mark.parametrize("rules, close", [((), True), (parse_schedule("light every step"), False)])
+def test_after_a_nonfinite_value_a_few_steps_are_measured_whole_unless_rules_say_what(rules, close):
+    pace = Pace(rules, None, rank=0)
+    pace.purse.pay(EVERYTHING, 100.0)  # nothing deep is affordable
+    assert pace.open_step(9, 0, 9).depth <= LIGHT
+    pace.nonfinite_step = 10
+    depths = [pace.open_step(step, 0, step).depth for step in range(10, 17)]
+    assert [depth == EVERYTHING for depth in depths] == [close] * 5 + [False] * 2
+
+
+@pytest.mark.parametrize("budget, passed", [(0.01, True), (None, False)])
+def test_only_under_a_budget_that_was_asked_for_is_a_step_passed_over(budget, passed):
+    pace = Pace((), budget, rank=0)
+    pace.pay(10, LIGHT, own_seconds=100.0)
+    assert not pace.must_pass_over(Purse.FIRST - 1)
+    assert pace.must_pass_over(10) == passed

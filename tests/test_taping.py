@@ -29,11 +29,14 @@ class Simulation:
         monkeypatch.setattr(taping, "time", self.clock)
         recorder = SimpleNamespace(start=lambda **_: None, stop=Tape)
         monkeypatch.setattr(taping, "Recorder", lambda names: recorder)
-        self.taping = taping.Taping(Names([]), self.examine, **options)
+        self.taping = taping.Taping(Names([]), self.examine, self.fail, **options)
 
     def examine(self, tape, step, thorough):
         self.taped.append(step)
         self.clock.now += EXAMINATION if thorough else 0.0
+
+    def fail(self, error):
+        raise error
 
     def run(self, steps):
         for step in range(steps):
@@ -100,3 +103,22 @@ def test_a_sharded_model_is_left_alone(monkeypatch):
     shard = SimpleNamespace(to_local=None)
     monkeypatch.setattr(done.taping._names, "by_parameter", lambda: [shard])
     assert not done.run(5).taped
+
+
+@pytest.mark.parametrize(
+    "last, trouble",
+    [
+        ({"loss": 1.1, "grad_norm": 3.0}, False),
+        ({"loss": 5.0}, True),
+        ({"grad_norm": 50.0}, True),
+        ({"loss": float("nan")}, True),
+        ({"loss": 50.0, "optimizer": 1}, False),  # another player, of which nothing is known yet
+    ],
+)
+def test_trouble_is_what_lies_far_above_the_last_steps(last, trouble, monkeypatch):
+    watched = Simulation(monkeypatch).taping
+    for step in range(10):
+        watched.row_written({"loss": 1.0 + 0.1 * (step % 3), "grad_norm": 2.0, "optimizer": 0})
+        assert not watched.trouble
+    watched.row_written({"optimizer": 0, **last})
+    assert watched.trouble == trouble

@@ -223,7 +223,7 @@ class Examination:
             tape=tape,
             step=step,
             models=dict(session.names.roots),
-            optimizers=session.optimizers,
+            optimizers=session.parameters.optimizers,
             losses=session.losses,
             directory=None if self._writer.broken else self._writer.path,
             memory=self._memory,

@@ -15,9 +15,10 @@ from torch import Tensor
 from gradproof.tape.operations import Line, ModuleCall, Operation, Ref, Tape, references
 from gradproof.tape.replay import Player
 
-VIEWS = {
-    "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand", "alias", "clone", "contiguous", "_to_copy",
-    "slice", "select", "transpose", "permute", "t", "lift_fresh", "detach", "flatten",
+# the same numbers, each once, in another shape
+RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", "transpose", "permute", "t"}
+VIEWS = RESHAPES | {
+    "expand", "clone", "contiguous", "_to_copy", "slice", "select", "lift_fresh", "detach", "flatten",
 }  # fmt: skip
 ALIASES = VIEWS - {"clone", "contiguous", "_to_copy"}
 KINDS = {

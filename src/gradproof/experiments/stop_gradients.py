@@ -6,23 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.flow import RESHAPES
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.owners import has_gradient, named_parameters
 from gradproof.tape.operations import Operation, Ref, references
 
 COMPARES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-VIEWS = (
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "squeeze",
-    "unsqueeze",
-    "alias",
-    "expand",
-    "transpose",
-    "permute",
-    "t",
-)
+PASSES = RESHAPES | {"expand"}
 HINGES = ("relu", "maximum", "softplus")
 
 
@@ -244,7 +234,7 @@ def pulled_baseline(evidence: Evidence) -> Verdict | None:
 
 def through_views(evidence: Evidence, slot: int) -> Operation | None:
     maker = evidence.maker(slot)
-    while maker is not None and maker.name in VIEWS:
+    while maker is not None and maker.name in PASSES:
         maker = evidence.maker(maker.reads[0])
     return maker
 

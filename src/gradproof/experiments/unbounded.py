@@ -10,30 +10,14 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.flow import RESHAPES
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation, references
 
 DECADES = (10.0, 100.0, 1000.0)
-PARTS = (
-    "split",
-    "chunk",
-    "split_with_sizes",
-    "slice",
-    "select",
-    "unbind",
-)  # of an output, along its features
-PASSES = (
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "squeeze",
-    "unsqueeze",
-    "alias",
-    "transpose",
-    "permute",
-    "t",
-    *PARTS,
-)
+# of an output, along its features
+PARTS = ("split", "chunk", "split_with_sizes", "slice", "select", "unbind")
+PASSES = RESHAPES.union(PARTS)
 MOST = 6  # outputs that are shifted
 GROUPS = 4  # of samples, each shifted alone: all must agree
 

@@ -67,7 +67,7 @@ class Calls:
         self._compiler = False
         self._making = self._ended = False
         self.kept: deque[Call] = deque(maxlen=MOST_CALLS)
-        self.seconds = 0.0  # that keeping has taken
+        self._seconds = 0.0  # that keeping has taken
         self.steady = True  # listening may begin and end at any step
 
     def attach(self, models: Iterable[nn.Module]) -> None:
@@ -84,6 +84,11 @@ class Calls:
     def detach(self) -> None:
         self._stack.close()
         self._attached = []
+
+    def take_seconds(self) -> float:
+        """What keeping has cost since this was last asked: PyTorch's hooks take as long again as ours."""
+        seconds, self._seconds = 2 * self._seconds, 0.0
+        return seconds
 
     def step_ended(self) -> None:
         """What was kept may still be asked for, until the next step's first call."""
@@ -119,7 +124,7 @@ class Calls:
                 self.kept.append(Call(model, args, kwargs, _generators(), autocasts))
         except Exception as error:
             self._fail(error)
-        self.seconds += time.perf_counter() - start
+        self._seconds += time.perf_counter() - start
 
     def _returned(self, model: nn.Module, output: Any) -> None:
         call = self.kept[-1] if self.kept else None
@@ -133,7 +138,7 @@ class Calls:
                     tensor.register_hook(functools.partial(call.gradients.__setitem__, index))
         except Exception as error:
             self._fail(error)
-        self.seconds += time.perf_counter() - start
+        self._seconds += time.perf_counter() - start
 
     def _outside_of_tapes(self) -> AbstractContextManager:
         """What is kept is no part of a step that is taped."""

@@ -50,7 +50,7 @@ def without_gradient(session: Session, stack: ExitStack, chosen: Callable[[Any],
             result = original(self)
             try:
                 first = (
-                    not open_blocks and session.alive and not session._compiled and bool(session.names.roots)
+                    not open_blocks and session.alive and not session.compiled and bool(session.names.roots)
                 )
                 open_blocks.append(_listen(session, seen) if first else None)
             except Exception as error:

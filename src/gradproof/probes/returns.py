@@ -40,7 +40,7 @@ def returns(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -
         def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if seen.over or not session.alive or not chosen(optimizer):
                 return
-            if session._unseen:  # what is written around a step that is passed over is not known
+            if session.unseen:  # what is written around a step that is passed over is not known
                 seen.left.pop(optimizer, None)
                 return
             began = time.perf_counter()

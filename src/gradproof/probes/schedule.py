@@ -131,13 +131,12 @@ class Purse:
         self.spent = 0.0
         self._deep_spent = 0.0
         self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
-        self.wanted = self.left_out = 0
+        self.left_out = 0  # steps that were not even measured lightly
 
     def choose(self, step: int, elapsed: float) -> int:
         """The deepest depth that is affordable for the step that begins now."""
         if step < self.FIRST:
             return EVERYTHING
-        self.wanted += 1
         half = (self.grace + self.budget * elapsed) / 2
         deep_left = half - self._deep_spent
         light_left = half - (self.spent - self._deep_spent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,12 +30,34 @@ class OpenStep:
         self._kept: list[tuple[str, str, Tensor]] = []
         self._kept_size = 0
 
+    def close(self, **where: float) -> None:
+        """The row is whole but for the numbers that are still on their way."""
+        order = "".join(self.order)
+        self.row.update(where, backwards=order.count("b"), order=order, depth=self.depth)
+
+    def add_loss(self, loss: Tensor, weight: Tensor | None) -> bool:
+        """A CPU's number can be read at once, False if it is not finite; a GPU's travels with the step's others."""
+        if not measuring.is_measurable(loss):
+            return True
+        if loss.numel() != 1:
+            loss = (loss * weight.detach()).sum() if weight is not None else loss.sum()
+        loss = loss.real if loss.is_complex() else loss
+        if loss.device.type != "cpu":
+            self.reading.add(f"loss {self.losses}", loss)
+            self.losses += 1
+            return True
+        value = loss.item()
+        self.row["loss"] = self.row.get("loss", 0.0) + value
+        return math.isfinite(value)
+
     def measure(self, kind: str, named: dict[str, Tensor]) -> bool:
         """As `measure_rows`, for tensors of one kind."""
         return self.measure_rows([(kind, name, tensor) for name, tensor in named.items()])
 
-    def measure_soon(self, kind: str, name: str, tensor: Tensor) -> None:
-        """As `measure`, but a small tensor is copied and measured together with others: it may change before."""
+    def measure_output(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Statistics and dead units; a small tensor is copied and measured with others later: it may change before."""
+        if kind == "output" and tensor.dim() >= 2 and tensor.shape[0] > 1:
+            self.reading.add(f"dead {name}", measuring.dead_share(tensor))
         if tensor.numel() > KEEP:
             self.measure_kept()
             self.measure_rows([(kind, name, tensor)])

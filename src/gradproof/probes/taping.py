@@ -10,12 +10,15 @@ its tape or, where it has none, from the model's calls, made again.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from gradproof.probes.again import Again, Calls
@@ -52,7 +55,7 @@ class Examine(Protocol):
 def begin_taping(session: Any, budget: float | None = None, only: int | None = None) -> None:
     """Tape steps of a session from here on, and have the experiments look at them."""
     examine: Examine = import_module(EXAMINER).Examination(session)
-    session.taping = Taping(session.names, examine, only=only, budget=budget)
+    session.taping = Taping(session.names, examine, session.fail, only=only, budget=budget)
 
 
 _recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
@@ -72,13 +75,20 @@ class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
     def __init__(
-        self, names: Names, examine: Examine, only: int | None = None, budget: float | None = None
+        self,
+        names: Names,
+        examine: Examine,
+        fail: Callable[[Exception], None],
+        only: int | None = None,
+        budget: float | None = None,
     ) -> None:
+        self.calls = Calls(fail)
         self.only = only  # the one step that was asked for
         # a budget that was asked for knows no allowance: landmarks only, each when it has been earned
         self._allowance, self._share = (ALLOWANCE, SHARE) if budget is None else (0.0, budget)
         self._names = names
         self._examine = examine
+        self._on_cpu: list[bool] = []  # of each model
         self._recorder: Recorder | None = None
         self._step = -1
         self._began = time.perf_counter()
@@ -87,7 +97,8 @@ class Taping:
         self._stages = 0
         self._plain = float("inf")  # seconds of the shortest untaped step
         self._looks = 0
-        self.trouble = False  # set from outside: look at the coming steps whatever the landmarks say
+        self._recent: dict[tuple[Any, str], deque[float]] = {}  # (optimizer, column) -> values
+        self.trouble = False  # look at the coming steps whatever the landmarks say
         self.spent = 0.0
         self.taped = 0
         self.broken: str | None = None
@@ -126,6 +137,19 @@ class Taping:
         if self._allowance:
             self._allowance = max(self._allowance, self.spent) + STAGE_ALLOWANCE
 
+    def row_written(self, row: dict[str, Any]) -> None:
+        """Trouble is brewing where the loss or the gradient is far above what it was in the last steps."""
+        self.trouble = False
+        for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
+            value = row.get(column)
+            if value is None:
+                continue
+            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
+            usual = float(np.median(recent)) if len(recent) >= 5 else math.inf
+            self.trouble |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
+            if math.isfinite(value):
+                recent.append(value)
+
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._recorder is not None:
             self._recorder.enter_optimizer(optimizer)
@@ -134,7 +158,20 @@ class Taping:
         if self._recorder is not None:
             self._recorder.leave_optimizer()
 
-    def before_update(self, calls: Calls, bad: bool) -> None:
+    def listen(self, step: int, seen: bool) -> None:
+        """Calls are kept where a bad step shows before its update: on a CPU, and at the one step that was asked for."""
+        if not seen:
+            self.calls.detach()
+            return
+        models = list(self._names.roots.values())
+        if len(models) != len(self._on_cpu):
+            self._on_cpu = [all(p.device.type == "cpu" for p in model.parameters()) for model in models]
+        if self.only == step or (self.calls.steady and all(self._on_cpu)):
+            self.calls.attach(models)
+        else:
+            self.calls.detach()
+
+    def before_update(self, bad: bool) -> None:
         """The weights are still good. A bad step: where was it born? The one asked for: is it so when compiled, too?"""
         if self.broken or self._looks >= MOST_LOOKS:
             return
@@ -143,17 +180,17 @@ class Taping:
         try:
             with _same_random_numbers():
                 if self._recorder is None:
-                    self._locate_again(calls)
+                    self._locate_again()
                 else:
                     with self._recorder.interrupted() as tape:
-                        again = None if bad else Again(tape, "", calls.differ_when_compiled())
+                        again = None if bad else Again(tape, "", self.calls.differ_when_compiled())
                         self._examine.locate(tape, self._step, again)
         except Exception as error:
             self._give_up(error)
         self.spent += time.process_time() - start
 
-    def _locate_again(self, calls: Calls) -> None:
-        for again in calls.make_again(self._names.by_parameter()):
+    def _locate_again(self) -> None:
+        for again in self.calls.make_again(self._names.by_parameter()):
             if not again.tape.broken and self._examine.locate(again.tape, self._step, again):
                 return
 

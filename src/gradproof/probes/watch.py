@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradproof import __version__
+from gradproof.probes.by_hand import end_step, measure_tensors, note
 from gradproof.probes.distributed import rank_and_world
 from gradproof.probes.hooks import attach
 from gradproof.probes.lines import Lines
@@ -54,16 +55,16 @@ class Monitor:
         if self._hooked:
             self._session.writer.write_event("log", step=self.step, **values)
         else:
-            self._session.log(values)
+            end_step(self._session, values)
 
     def tensors(self, kind: str, named: Mapping[str, Any]) -> None:
         """Measure tensors or arrays: kind is "gradient", "weight", "update", "output", "adam_m" or "adam_v"."""
-        self._session.tensors(kind, dict(named))
+        measure_tensors(self._session, kind, dict(named))
 
     def clip(self, before: float, after: float, limit: float) -> None:
         """Note that the gradient was clipped (or not: before equals after)."""
         self._session.clipped("norm", float(limit), torch.as_tensor(float(before)))
-        self._session.note({"grad_norm": float(after)})
+        note(self._session, {"grad_norm": float(after)})
 
     def adam(
         self,

@@ -1,0 +1,131 @@
+"""Causes in how gradients come about: non-finite values, backwards, accumulation, clipping, cut paths."""
+
+from gradproof.diagnosis.catalogue.cause import Cause
+
+CAUSES = (
+    Cause(
+        "forward-nonfinite",
+        "a NaN or Inf is born in the forward pass",
+        "the first bad operation on the tape",
+        "keep the operand of the named operation inside its domain: clamp what goes into log, sqrt and division "
+        "(for example x.clamp_min(1e-6)), and use log_softmax or logsumexp in place of exp, sum and log",
+        raised_by=("nonfinite", "steps_skipped"),
+        experiments=("where_was_it_born",),
+    ),
+    Cause(
+        "backward-nonfinite",
+        "the forward pass is finite, a NaN or Inf is born in backward",
+        "the first bad node on the tape",
+        "the derivative is infinite where the value is not: add a small constant inside the root or norm "
+        "(torch.sqrt(x + 1e-12)), and make both branches of torch.where safe before choosing",
+        raised_by=("nonfinite",),
+        experiments=("where_was_it_born",),
+    ),
+    Cause(
+        "wrong-gradient",
+        "a backward is not the derivative of its forward",
+        "the float64 shadow of a step, then finite differences of the culprit",
+        "correct the named backward and prove it: gradproof.check_gradient(function, *inputs)",
+        raised_by=("loss_not_improving",),
+        experiments=("is_the_gradient_right",),
+        intervention="autograd",
+    ),
+    Cause(
+        "zero-grad-error",
+        "gradients are not cleared, or cleared at the wrong time",
+        "the order of zero_grad, backward and step; the gradient against that of one backward",
+        "call optimizer.zero_grad() once a step, before backward",
+        (
+            ("never-cleared", "call optimizer.zero_grad() before each backward: gradients add up otherwise"),
+            (
+                "before-step",
+                "move optimizer.zero_grad() in front of loss.backward(), or behind optimizer.step()",
+            ),
+        ),
+        raised_by=("stale_gradient", "zeroed_before_step"),
+        experiments=("is_the_gradient_right",),
+        intervention="zero_grad",
+    ),
+    Cause(
+        "grad-accumulation-error",
+        "the micro-batches do not add up to the batch",
+        "the accumulated gradient against that of the whole batch",
+        "divide each micro-batch's loss by their number, add (not assign) gradients, and step after the last one",
+        raised_by=("uneven_windows", "cleared_between_backwards"),
+        experiments=("do_micro_batches_add_up", "is_the_gradient_right"),
+    ),
+    Cause(
+        "grad-clip-misuse",
+        "clipping does not clip what was meant",
+        "the order of backward, unscale, clip and step; the norm before and after",
+        "clip between backward (after scaler.unscale_) and step, all parameters together, at a limit near the "
+        "usual norm",
+        (
+            ("after-step", "move the clip between loss.backward() and optimizer.step()"),
+            ("before-unscale", "call scaler.unscale_(optimizer) before clip_grad_norm_"),
+            (
+                "limit-too-small",
+                "raise the limit to about the median norm before clipping, or adjust the learning rate",
+            ),
+            ("wrong-parameters", "give clip_grad_norm_ the parameters of the optimizer that steps next"),
+            ("per-tensor", "call clip_grad_norm_ once, with all parameters together"),
+            (
+                "infinity-to-nan",
+                "skip the step when the norm that clip_grad_norm_ returns is not finite, or pass "
+                "error_if_nonfinite=True; then look for what made the gradient infinite",
+            ),
+        ),
+        raised_by=(
+            "late_clip",
+            "clip_before_unscale",
+            "clip_misses",
+            "clip_misses_all",
+            "clip_per_tensor",
+            "clip_sets_the_step",
+            "clipped_always",
+            "clip_of_infinity",
+        ),
+        experiments=("is_the_step_too_long_or_short",),
+        intervention="clip_before_step",
+    ),
+    Cause(
+        "detached-graph",
+        "a path that should carry gradient is cut",
+        "the replayed step has a gradient where the run has none",
+        "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
+        raised_by=("no_gradient", "loss_not_improving"),
+        experiments=("is_a_path_cut", "do_derivatives_carry_gradient"),
+    ),
+    Cause(
+        "missing-stop-gradient",
+        "gradient flows where it must not",
+        "gradient reaches parameters whose update it must not drive",
+        "compute targets, teachers and baselines under torch.no_grad(), or detach them",
+        raised_by=("loss_not_improving",),
+        experiments=("does_gradient_reach_what_it_must_not", "does_a_ratio_cancel"),
+    ),
+    Cause(
+        "param-not-updated",
+        "parameters that should train do not",
+        "Δθ over the run, and the identity of the optimizer's tensors",
+        "give the optimizer all of model.parameters(), after the model has its final layers and device",
+        (
+            (
+                "not-in-optimizer",
+                "pass these parameters to the optimizer, or set requires_grad_(False) if they are frozen on purpose",
+            ),
+            (
+                "no-gradient",
+                "use these parameters in the forward pass, or freeze them; if they are used, look for a cut graph",
+            ),
+        ),
+        raised_by=("not_in_optimizer", "no_gradient", "never_changed", "idle_parameters"),
+        experiments=(
+            "does_the_optimizer_do_what_was_meant",
+            "does_the_optimizer_hold_everything",
+            "is_what_was_unfrozen_trained",
+            "are_converted_parameters_trained",
+        ),
+        intervention="all_parameters",
+    ),
+)

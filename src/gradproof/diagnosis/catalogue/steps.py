@@ -1,0 +1,178 @@
+"""Causes in the step: learning rate, schedule, optimizer, precision, ranks, and weights kept from before."""
+
+from gradproof.diagnosis.catalogue.cause import Cause
+
+CAUSES = (
+    Cause(
+        "lr-too-high",
+        "the steps overshoot",
+        "the loss along the actual update: it falls for a small part of the step and rises at its end",
+        "divide the learning rate by ten, and warm it up over the first hundred steps or so",
+        raised_by=("loss_rising", "loss_oscillating", "loss_spike", "huge_updates", "nonfinite"),
+        experiments=("is_the_step_too_long_or_short", "can_it_learn_this_batch"),
+        intervention="lr",
+    ),
+    Cause(
+        "lr-too-low",
+        "the steps are far too short",
+        "the loss along the actual update: still falling far beyond its end",
+        "raise the learning rate by ten until the loss falls visibly within the first hundred steps",
+        raised_by=("loss_hardly_falling", "loss_not_improving", "tiny_updates"),
+        experiments=("is_the_step_too_long_or_short",),
+        intervention="lr",
+    ),
+    Cause(
+        "lr-schedule-error",
+        "the schedule does something else than meant",
+        "the recorded learning rate over the steps",
+        "check whether the schedule counts steps or epochs, and where it ends",
+        (
+            (
+                "ends-at-zero",
+                "let the schedule last as long as training: count it in the unit in which scheduler.step() is called",
+            ),
+            ("dies-early", "call scheduler.step() once an epoch, or give the schedule its lengths in steps"),
+            ("warmup-never-ends", "let the warmup end within the first tenth of the run"),
+            (
+                "multiplied",
+                "LambdaLR multiplies the optimizer's own learning rate: return a factor between 0 and 1",
+            ),
+            ("cycles-too-fast", "give the period in the unit in which scheduler.step() is called"),
+        ),
+        raised_by=("lr_zero", "dies-early", "warmup-never-ends", "multiplied", "cycles-too-fast"),
+        intervention="constant_lr",
+    ),
+    Cause(
+        "optimizer-config",
+        "the optimizer is set up wrongly",
+        "the parts of the update and the settings of the groups",
+        "start from the defaults (Adam: betas 0.9 and 0.999, eps 1e-8; weight decay at most 0.1, none on norms)",
+        (
+            ("eps", "set Adam's eps well below the gradients' size, for example 1e-8"),
+            ("betas", "use betas (0.9, 0.999), or (0.9, 0.95) for language models"),
+            ("momentum", "use momentum 0.9"),
+            ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
+        ),
+        raised_by=("optimizer_settings", "adam_epsilon"),
+        experiments=(
+            "does_the_optimizer_do_what_was_meant",
+            "how_fast_do_weights_shrink",
+            "is_the_loss_the_right_way_up",
+        ),
+        intervention="eps",
+    ),
+    Cause(
+        "low-precision-error",
+        "right in float64, wrong in the precision used",
+        "the same step in float64",
+        "keep weights, sums and the optimizer in float32; use bfloat16 or a GradScaler instead of bare float16",
+        (
+            (
+                "optimizer-in-half",
+                "keep the weights in float32 (model.float()) and use autocast: in float16 Adam's eps of 1e-8 is 0",
+            ),
+        ),
+        raised_by=("nonfinite", "steps_skipped", "never_changed"),
+        experiments=(
+            "is_it_precision",
+            "are_whole_numbers_kept",
+            "are_phases_kept",
+            "are_tables_kept_whole",
+            "where_was_it_born",
+        ),
+        intervention="float32",
+    ),
+    Cause(
+        "distributed-desync",
+        "the ranks do not train one model",
+        "fingerprints of weights and gradients across ranks",
+        "wrap the model in DistributedDataParallel, use a DistributedSampler, and leave no_sync before stepping",
+        (
+            (
+                "gradients-not-averaged",
+                "call the DDP-wrapped model (not model.module), and leave no_sync before stepping",
+            ),
+            ("initial-weights", "broadcast rank 0's weights before training, or seed all ranks alike"),
+            ("same-data", "give DistributedSampler this process's rank, and call set_epoch at every epoch"),
+        ),
+        raised_by=("ranks_differ", "ranks_see_the_same"),
+    ),
+    Cause(
+        "weights-state-error",
+        "weights or optimizer state are not what they should be",
+        "keys, identities and jumps where a state is loaded",
+        "load with strict=True, restore the optimizer too, and copy (not reference) the weights to keep",
+        (
+            (
+                "by-reference",
+                "keep copy.deepcopy(model.state_dict()): a state_dict is a view of the weights that go on training",
+            ),
+            ("keys", "make the keys fit (strip or add the prefix) and load with strict=True"),
+            ("overwritten", "initialise first (apply, reset_parameters, nn.init), then load the checkpoint"),
+            (
+                "average-thrown-away",
+                "write the average back: target.lerp_(weight, 1 - decay) or target.copy_(...), under no_grad; "
+                "`target = ...` only gives a local name another tensor",
+            ),
+            (
+                "average-stays",
+                "put the trained weights back after the average has been evaluated (keep a copy, restore it), or "
+                "evaluate a copy of the model that holds the average",
+            ),
+            ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
+            ("optimizer-remade", "make the optimizer once, before the loop"),
+            (
+                "average-too-slow",
+                "use a decay that fits the run's length (1 - 10 / steps), or let it rise: "
+                "min(decay, (1 + step) / (10 + step))",
+            ),
+            (
+                "statistics-not-copied",
+                "copy the buffers, too: for b, c in zip(average.buffers(), model.buffers()): b.copy_(c), as "
+                "torch.optim.swa_utils.AveragedModel does; or update_bn(loader, average) before evaluating",
+            ),
+            (
+                "put-back",
+                "load the trained weights into the copy, not the copy's into the trained model: "
+                "target.load_state_dict(online.state_dict()); or drop the load from the loop",
+            ),
+        ),
+        raised_by=(
+            "loads_itself",
+            "loads_overwritten",
+            "keys_do_not_fit",
+            "optimizer_not_restored",
+            "optimizer_remade",
+            "average_too_slow",
+            "statistics_left_behind",
+            "weights_put_back",
+            "average_stays",
+        ),
+        experiments=(
+            "does_the_optimizer_do_what_was_meant",
+            "does_the_average_follow",
+            "how_slow_is_the_average",
+            "is_the_average_kept",
+        ),
+    ),
+    Cause(
+        "aliasing-or-inplace",
+        "two things share memory, or memory was changed under someone",
+        "storage pointers and versions; the recorded step against its replay",
+        "clone what is kept, and do not write into tensors that backward still needs",
+        (
+            (
+                "stored-data-changed",
+                "copy before changing: x = self.x[i].copy() (or .clone()), or x = x + noise in place of x += noise",
+            ),
+        ),
+        raised_by=("loss_not_improving", "stored_data_changed"),
+        experiments=(
+            "do_two_things_share_memory",
+            "are_two_views_one",
+            "is_every_row_the_same",
+            "do_stored_data_drift",
+            "is_the_gradient_right",
+        ),
+    ),
+)
