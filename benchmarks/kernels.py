@@ -451,10 +451,11 @@ def cpu_cross_entropy(n: int = 1024, v: int = 50257) -> dict:
     leaf = x.clone().requires_grad_()
     eager = forward_backward(lambda: torch.nn.functional.cross_entropy(leaf, y), leaf)
     plain = forward_backward(lambda: cross_entropy(leaf, y), leaf)
-    copies = [x.clone() for _ in range(4)]
+    copies, used = [x.clone() for _ in range(4)], []
 
     def in_place():
-        cross_entropy(copies.pop().requires_grad_(), y, in_place=True).backward()
+        used.append(copies.pop().requires_grad_())  # kept: to free the logits is no part of it
+        cross_entropy(used[-1], y, in_place=True).backward()
 
     row = {
         "eager": cpu_ms(eager, 3),
