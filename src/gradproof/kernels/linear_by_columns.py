@@ -17,7 +17,7 @@ from gradproof.kernels.cross_entropy import backend_of
 from gradproof.kernels.loss_options import LossOptions, valid_positions
 from gradproof.kernels.product import multiply
 
-# N positions, D width of hidden, V vocabulary, S columns of a slab
+# N positions, D width of hidden
 ROOM = 64  # columns of memory for the one more, so that rows stay aligned
 
 
@@ -64,7 +64,7 @@ def by_columns(
         start, end = i * width, i * width + len(rows)
         x, dx = logits[:, : len(rows) + 1], dlogits[:, : len(rows) + 1]
         multiply(hidden, rows.mT, out=x[:, :-1])
-        x[:, -1] = lses.index_fill(0, torch.tensor(i, device=lses.device), -torch.inf).logsumexp(0)
+        x[:, -1] = torch.cat((lses[:i], lses[i + 1 :])).logsumexp(0)
         here = (targets >= start) & (targets < end)
         elsewhere = torch.where((targets >= 0) & (targets < v), len(rows), -1)  # -1: not a class, NaN
         y = torch.where(here, targets - start, elsewhere).where(valid, -100)
