@@ -1,6 +1,7 @@
 """The smaller questions a tape answers: gains, descent, digits left, and a bundle that stands alone."""
 
 import runpy
+from functools import partial
 
 import pytest
 import tape_faults
@@ -89,6 +90,18 @@ def test_descent_test_points_at_the_room_of_the_fault():
     assert not answer.right
     assert answer.suspect.name == "layers.1"
     assert [g.name for g in answer.groups if g.right] == ["head", "batch_norm.weights"]
+
+
+def test_descent_test_does_not_call_right_what_rounding_hides():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    x, y = torch.randn(32, 4), torch.randn(32, 1)
+    for offset, says in ((1e5, "not decided"), (0.0, "the loss changes as the gradient says")):
+        model.zero_grad()
+        loss = partial(lambda offset: (model(x) + offset - offset - y).square().mean(), offset)
+        loss().backward()
+        said = str(descent_test(loss, dict(model.named_parameters())))
+        assert said.startswith(says), said
 
 
 def test_descent_test_leaves_parameters_and_generator_alone():

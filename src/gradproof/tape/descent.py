@@ -29,6 +29,11 @@ class GroupDescent:
     def right(self) -> bool:
         return abs(self.ratio - 1.0) <= max(4 * self.noise, 0.01)
 
+    @property
+    def decided(self) -> bool:
+        """Whether the noise would let half a gradient be told from a whole one."""
+        return 4 * self.noise < 0.5
+
     def __str__(self) -> str:
         return f"{self.name or 'all parameters'}: ρ = {self.ratio:.4f} ± {self.noise:.4f}"
 
@@ -50,11 +55,12 @@ class Descent:
         return next((group for group in self.groups if not group.right), None)
 
     def __str__(self) -> str:
-        state = (
-            "the loss changes as the gradient says"
-            if self.right
-            else "the loss does not change as the gradient says"
-        )
+        if not self.right:
+            state = "the loss does not change as the gradient says"
+        elif self.whole.decided:
+            state = "the loss changes as the gradient says"
+        else:
+            state = "not decided, rounding and curvature move the loss as much as the gradient"
         place = "" if self.suspect is None else f"; first at {self.suspect}"
         return f"{state}: {self.whole}{place}"
 

@@ -36,7 +36,9 @@ class Gain:
 
     def __str__(self) -> str:
         when = f" (call {self.call})" if self.call else ""
-        return f"{self.path or self.kind}{when}: forward × {self.forward:.3g}, backward × {self.backward:.3g}"
+        back = "" if math.isnan(self.backward) else f", backward × {self.backward:.3g}"
+        where = f", {self.line}" if self.line else ""
+        return f"{self.path or self.kind}{when}: forward × {self.forward:.3g}{back}{where}"
 
 
 @dataclass(frozen=True)
