@@ -21,7 +21,7 @@ LONGEST = 2.0  # seconds for both trainings
 # a tenth of the rate leaves at most this share of the loss, and so many times less than the run's own rate
 BETTER = (0.7, 1.2)
 MUCH_BETTER = (0.5, 2.0)
-NEARBY = 1e-5  # of the weights' length
+NEARBY = 1e-6  # of the weights' length
 AS_TOLD = 0.2  # of the slope that the gradient tells
 
 
