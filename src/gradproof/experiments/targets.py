@@ -25,7 +25,7 @@ LATE = 100  # steps after which a network that can learn has learned something
 
 
 def do_targets_belong_to_inputs(evidence: Evidence) -> Iterator[Verdict]:
-    """As far as a bounded number of operations goes: a tape may hold a whole rollout beside its step."""
+    """Follows inputs and targets back to the rows they were taken from, unless a long rollout lies between."""
     flow = evidence.flow
     try:
         with flow.at_most(MOST_OPERATIONS):
