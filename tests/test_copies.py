@@ -1,6 +1,7 @@
 """Averages and copies evaluated with BatchNorm statistics that nobody has copied; and copies that are whole."""
 
 import copy
+import linecache
 
 import pytest
 import torch
@@ -149,3 +150,53 @@ def test_a_first_evaluation_before_training(tmp_path):
     average = copy.deepcopy(model).eval()
     evaluate(average, torch.randn(8, 4))
     assert ID not in train(tmp_path, model, model, average, lambda _: mix(average, model), every=1000)
+
+
+@pytest.mark.parametrize("every, level", [(1, "warning"), (2, "problem")])
+def test_a_teacher_called_at_most_steps_may_be_meant_so(tmp_path, every, level):
+    model = net()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    found = train(tmp_path, model, model, teacher, lambda _: mix(teacher, model), every=every)
+    assert found[ID].level == level
+
+
+def test_a_teacher_with_its_buffers_is_not_named_at_any_rate(tmp_path):
+    model = net()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    assert ID not in train(tmp_path, model, model, teacher, every_step(teacher, model), every=1)
+
+
+def kept_in_a_dict(model, rebinds, names):
+    """An average of some tensors of a model, by name, and what updates it."""
+    average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name in names}
+
+    @torch.no_grad()
+    def after_step(number):
+        for name, tensor in model.state_dict().items():
+            if name not in names:
+                continue
+            if not tensor.is_floating_point():
+                average[name] = tensor.clone()
+            elif rebinds:
+                average[name] = 0.9 * average[name] + 0.1 * tensor
+            else:
+                average[name].mul_(0.9).add_(tensor, alpha=0.1)
+
+    return average, after_step
+
+
+@pytest.mark.parametrize("rebinds, whole", [(True, False), (False, False), (True, True)])
+def test_an_average_kept_in_a_dict_and_evaluated_once(tmp_path, rebinds, whole):
+    model, evaluated = net(), net().eval()
+    names = set(model.state_dict()) if whole else {name for name, _ in model.named_parameters()}
+    average, after_step = kept_in_a_dict(model, rebinds, names)
+
+    def load(x):
+        evaluated.load_state_dict(average, strict=False)
+
+    found = train(tmp_path, model, model, evaluated, after_step, load, every=STEPS)
+    assert (ID in found) != whole
+    if not whole:  # the place is where the average is made, not where it is used
+        number = int(found[ID].where.split(":")[-1].rstrip(")"))
+        made = linecache.getline(__file__, number)
+        assert found[ID].level == "problem" and ("0.9 * average" if rebinds else "mul_(0.9)") in made

@@ -729,6 +729,50 @@ def test_growth_that_uneven_windows_explain_stands_behind_them():
     assert ranked[0].family == "exploding-signal"
 
 
+def test_a_cut_graph_stands_before_the_length_of_the_steps():
+    too_long = finding(confidence="proven", step=1)
+    for family in ("detached-graph", "wrong-gradient", "param-not-updated"):
+        proof = finding(family, confidence="proven", step=3)
+        assert [f.family for f in rank([too_long, proof])] == [family, "lr-too-high"]
+        suspicion = finding(family, confidence="likely", step=3)
+        assert rank([too_long, suspicion])[0].family == "lr-too-high"
+    late = finding(
+        "dead-activation", confidence="proven", step=3
+    )  # what steps that are too long leave behind
+    assert rank([too_long, late])[0].family == "lr-too-high"
+
+
+def test_a_gradient_that_does_not_arrive_stands_behind_what_keeps_it_out():
+    missing = finding("param-not-updated", "warning", "likely")
+    for family in ("forward-nonfinite", "dead-activation", "exploding-signal"):
+        kept_out = finding(family, "warning", "possible", step=9)
+        assert [f.family for f in rank([missing, kept_out])] == [family, "param-not-updated"]
+    forgotten = finding("param-not-updated", "warning", "proven")
+    assert rank([forgotten, finding("dead-activation", "warning", "likely", step=9)])[0] is forgotten
+
+
+@pytest.mark.parametrize("step, first", [(1, "exploding-signal"), (32, "param-not-updated")])
+def test_a_signal_that_explodes_from_the_start_is_no_lesser_matter_than_an_unused_layer(written, step, first):
+    made = written([parameter("norm", gradient=False, changed=False), parameter("fc")], loss=FALLING)
+    growing = verdict("exploding-signal", "confirmed", experiment="signal", evidence=["1.7 a block"])
+    made.event("verdict", **growing, if_troubled=True, step=step)
+    causes = diagnose(made.read()).causes
+    assert causes[0].family == first and all(c.level != "problem" for c in causes)
+
+
+@pytest.mark.parametrize(
+    "order, burst, said", [("zbs", 200.0, True), ("zbcs", 200.0, False), ("zbs", 4.0, False)]
+)
+def test_a_gradient_that_bursts_and_is_not_clipped_is_said_beside_the_rate(written, order, burst, said):
+    loss, norm = FALLING + 0.01 * NOISE[:60], 1.5 + 0.2 * NOISE[:60]
+    loss[30], norm[30] = 8.0, burst
+    made = written(loss=loss, grad_norm=norm, order=[order] * 60)
+    made.writer.set_info(facts={"lines": {"backward": ["train.py:52"]}})
+    made.event("verdict", **verdict("lr-too-high", "confirmed", evidence=["2 of 4"], step=32))
+    (found,) = diagnose(made.read()).causes
+    assert ("train.py:52" in " ".join(found.evidence) and "clip_grad_norm_" in found.fix) == said
+
+
 def test_overshooting_is_worth_a_warning_where_the_loss_has_leapt(written):
     facts = verdict("lr-too-high", "confirmed", evidence=["3 of 5"], if_troubled=True, numbers={"rise": 0.2})
     facts["id"] = "lr-too-high/overshoot"

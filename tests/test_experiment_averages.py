@@ -102,3 +102,26 @@ def test_torchs_own_averaged_model(tmp_path):
 )
 def test_fitting_averages_teachers_and_unused_ones_are_no_problem(tmp_path, how):
     assert train(tmp_path, **how).get(ID) in (None, "note")
+
+
+@pytest.mark.parametrize(
+    "rebinds, decay, level", [(True, 0.9999, "warning"), (False, 0.9999, "warning"), (True, 0.9, None)]
+)
+def test_an_average_kept_in_a_dict(tmp_path, rebinds, decay, level):
+    torch.manual_seed(0)
+    model, x = net(), torch.randn(64, 4)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run"):
+        for _ in range(60):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x[:, :1] - x[:, 1:2]).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if rebinds:
+                        average[name] = decay * average[name] + (1 - decay) * p
+                    else:
+                        average[name].lerp_(p, 1 - decay)
+    found = {c.id: c.level for c in gradproof.diagnose(tmp_path / "run").causes}
+    assert found.get(ID) == level  # nobody sees who uses the dict: a warning

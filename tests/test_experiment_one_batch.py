@@ -47,3 +47,19 @@ def test_the_training_goes_on_as_if_nobody_had_looked(monkeypatch):
     _, alone = classify(1.0, scheduler=True)
     for one, other in zip(looked_at.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
+def test_a_loss_that_moves_with_what_no_gradient_follows_says_nothing_about_the_rate(cut):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    x, y = torch.randn(64, 16), torch.randn(64)
+
+    def loss():
+        value, score = model(x).unbind(1)
+        advantage = y - (value.detach() if cut else value)
+        return 0.1 * (y - value).square().mean() + (torch.sigmoid(score) * advantage).square().mean()
+
+    said = examine(can_it_learn_this_batch, model, optimizer, plain_step(model, optimizer, loss), steps=3)
+    assert bool(said) != cut

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
-from gradproof.experiments.targets import agreement, do_targets_belong_to_inputs
+from gradproof.experiments.targets import agreement, do_targets_belong_to_inputs, inputs_of
 
 X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(200) % 4
@@ -23,6 +23,53 @@ def test_rows_of_another_batch():
     assert not confirmed_ids(do_targets_belong_to_inputs, right)
     chosen = evidence_of(model, lambda: F.cross_entropy(model(X[order[:30]]), Y[order[:30]]))
     assert not confirmed_ids(do_targets_belong_to_inputs, chosen)
+
+
+def after_a_rollout(length, rows, memory=None):
+    """A step on rows of data that have come a long way, as observations and returns of a rollout have."""
+    model = nn.Linear(5, 4)
+
+    def loss():
+        x, y = X, Y
+        for _ in range(length):
+            x, y = x.clone(), y.clone()
+        return F.cross_entropy(model(x[rows]), y[20:50])
+
+    return evidence_of(model, loss, memory=memory)
+
+
+def test_a_long_tape_is_left_and_a_short_one_judged(monkeypatch):
+    monkeypatch.setattr("gradproof.experiments.targets.MOST_OPERATIONS", 2000)
+    rows = torch.randperm(200)[20:50]
+    (left,) = do_targets_belong_to_inputs(after_a_rollout(600, rows))
+    assert left.verdict == "undecided" and "not done" in left.reason and "2000" in left.reason
+    memory = {}
+    assert confirmed_ids(do_targets_belong_to_inputs, after_a_rollout(20, rows, memory)) == [
+        "data-target-misaligned/rows-of-another-batch"
+    ]
+    assert not list(do_targets_belong_to_inputs(after_a_rollout(600, rows, memory)))  # it stays said
+
+
+def test_the_allowance_ends_with_the_question(monkeypatch):
+    monkeypatch.setattr("gradproof.experiments.targets.MOST_OPERATIONS", 10)
+    evidence = after_a_rollout(20, torch.arange(20, 50))
+    assert [v.verdict for v in do_targets_belong_to_inputs(evidence)] == ["undecided"]
+    target = evidence.flow.comparisons[0].target
+    assert torch.equal(evidence.flow.values([target])[target], Y[20:50])
+
+
+def test_of_nested_calls_the_last_outer_one_gives_the_inputs():
+    first, second = nn.Sequential(nn.Sequential(nn.Linear(5, 4))), X[:30].clone()
+    model = nn.Sequential(first)
+
+    def loss():
+        model(X[30:60])
+        return F.mse_loss(model(second), torch.zeros(30, 4)) + model(X[30:60]).sum() * 0
+
+    flow = evidence_of(model, loss).flow
+    (inputs,) = {tuple(inputs_of(flow, comparison)) for comparison in flow.comparisons}
+    assert [flow.tape.slots[slot].shape for slot in inputs] == [(30, 5)]
+    assert torch.equal(flow.values(list(inputs))[inputs[0]], second)
 
 
 def test_rows_of_many_samples_cast_to_sixteen_bits():

@@ -14,6 +14,7 @@ from gradproof.diagnosis.curves import largest_leap, share_of_steps_above, train
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.gains import placed_by_gain
+from gradproof.diagnosis.outbursts import add_outburst
 from gradproof.diagnosis.places import add_place
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.record.run import Run, open_run
@@ -72,7 +73,9 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
     found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)))
-    found = fold_consequences([add_place(placed_by_gain(finding, run), run) for finding in found])
+    found = fold_consequences(
+        [add_outburst(add_place(placed_by_gain(finding, run), run), run) for finding in found]
+    )
     return Diagnosis(
         run=str(run.path),
         steps=len(run),
@@ -266,6 +269,7 @@ def rank(findings: list[Finding]) -> tuple[Finding, ...]:
     """Gravest first, causes before what they explain, surest first, earliest first; one finding a family and place."""
     findings = [as_grave_as_short_steps(finding, findings) for finding in findings]
     findings = [as_grave_as_overshooting(finding, findings) for finding in findings]
+    findings = [as_grave_as_suspicions(finding, findings) for finding in findings]
     best: dict[tuple[str, str | None], Finding] = {}
     for finding in sorted(findings, key=lambda finding: _weight(finding, findings)):
         best.setdefault((finding.family, finding.where), finding)
@@ -291,6 +295,29 @@ EXPLAINED_BY = {
     ),
     "vanishing-signal": ("lr-too-high", "normalization-error"),
 }
+# Read off the graph, the tensors' identities or the order of rows, not off how the loss behaves: where one of these is
+# proven, the steps were not taken along the loss that is watched, and their length is judged after it is set right.
+STRUCTURE = (
+    "wrong-gradient",
+    "detached-graph",
+    "missing-stop-gradient",
+    "param-not-updated",
+    "aliasing-or-inplace",
+    "axis-or-shape-error",
+    "data-target-misaligned",
+    "loss-mask-error",
+    "attention-mask-error",
+    "loss-activation-mismatch",
+)
+# What can keep a gradient from arriving; only a suspicion of a forgotten parameter stands behind them.
+KEEPS_GRADIENT_OUT = (
+    "detached-graph",
+    "forward-nonfinite",
+    "backward-nonfinite",
+    "exploding-signal",
+    "vanishing-signal",
+    "dead-activation",
+)
 AT_THE_START = 3  # steps: what is so by then was not made so by training
 # What makes steps short whatever the learning rate.
 SHORTENS_STEPS = ("optimizer-config/eps", "grad-clip-misuse/limit-too-small", "lr-schedule-error/dies-early")
@@ -313,6 +340,20 @@ def as_grave_as_overshooting(finding: Finding, others: list[Finding]) -> Finding
     return replace(finding, level=level)
 
 
+def as_grave_as_suspicions(finding: Finding, others: list[Finding]) -> Finding:
+    """A signal proven to explode from the first steps on is no lesser matter than parameters that only seem forgotten.
+
+    How far it was seen to grow is a matter of how many steps a busy machine let us look at; that it grows is not.
+    """
+    if finding.family != "exploding-signal" or finding.confidence != "proven" or finding.level != "note":
+        return finding
+    forgotten = any(
+        f.family == "param-not-updated" and f.confidence != "proven" and f.level == "warning" for f in others
+    )
+    early = finding.step is not None and finding.step <= AT_THE_START
+    return replace(finding, level="warning") if early and forgotten else finding
+
+
 def is_explained(finding: Finding, others: list[Finding]) -> bool:
     """Whether another finding, no less grave, is behind this one; any problem makes steps look too short."""
     graver = [
@@ -326,6 +367,12 @@ def is_explained(finding: Finding, others: list[Finding]) -> bool:
         graver = [f for f in graver if f.family != "lr-too-high"]
     if finding.family == "lr-too-low":
         return any(f.family not in EXPLAINED_BY for f in graver)
+    if finding.family == "param-not-updated" and finding.confidence != "proven":
+        return any(f.family in KEEPS_GRADIENT_OUT for f in graver)
+    if finding.family == "lr-too-high" and any(
+        f.family in STRUCTURE and f.confidence == "proven" for f in graver
+    ):
+        return True
     # a signal explains the steps only where it exploded before they overshot
     graver = [
         f

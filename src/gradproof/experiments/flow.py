@@ -5,8 +5,10 @@ The tail of a step are the operations behind the last one that used a weight; in
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +40,10 @@ class Comparison:
     target: int
 
 
+class TooLong(Exception):
+    """A question that would take more replaying than it is allowed."""
+
+
 class Flow:
     """The forward operations that lead to the loss, and where in them the weights end."""
 
@@ -47,6 +53,7 @@ class Flow:
         self._reads: dict[int, list[int]] = {}
         self._makes: dict[int, list[int]] = {}
         self._touches: dict[int, list[int]] = {}
+        self._left: float = math.inf  # operations that may still be gone through
 
     # the slots an operation names are looked for in its arguments: once is enough
     def reads(self, op: Operation) -> list[int]:
@@ -240,6 +247,20 @@ class Flow:
                 break
         return last
 
+    @contextmanager
+    def at_most(self, operations: int) -> Iterator[None]:
+        """For one question: what would take it over so many operations, all its replays together, is refused."""
+        self._left = operations
+        try:
+            yield
+        finally:
+            self._left = math.inf
+
+    def spend(self, operations: int) -> None:
+        self._left -= operations
+        if self._left < 0:
+            raise TooLong
+
     def play(
         self,
         operations: list[Operation],
@@ -248,6 +269,7 @@ class Flow:
         after: Callable[[Player, Operation], None] | None = None,
     ) -> Player:
         """Some operations again, with other values in some slots, put there when they would be complete."""
+        self.spend(len(operations))
         leaves = leaves or {}
         late = {
             slot: max(at, self.tape.slots[slot].made_by or 0)  # a view may be taken after the last write

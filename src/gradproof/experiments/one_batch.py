@@ -21,6 +21,8 @@ LONGEST = 2.0  # seconds for both trainings
 # a tenth of the rate leaves at most this share of the loss, and so many times less than the run's own rate
 BETTER = (0.7, 1.2)
 MUCH_BETTER = (0.5, 2.0)
+NEARBY = 1e-6  # of the weights' length
+AS_TOLD = 0.2  # of the slope that the gradient tells
 
 
 def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
@@ -30,9 +32,9 @@ def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
         return
     evidence.memory["one batch"] = True
     began = time.process_time()
-    start, _ = gradient_at(evidence, {})
+    start, gradients = gradient_at(evidence, {})
     steps = min(STEPS, int(LONGEST / 2 / (time.process_time() - began)))
-    if steps < FEWEST or not math.isfinite(start):
+    if steps < FEWEST or not math.isfinite(start) or not falls_as_told(evidence, gradients):
         return
     own, tenth = (settled(train(evidence, share, steps)) for share in (1.0, 0.1))
     evidence.memory.setdefault("facts", {})["one_batch"] = {
@@ -67,6 +69,28 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 def gradient_at(evidence: Evidence, weights: dict[int, Tensor]) -> tuple[float, dict[int, Tensor]]:
     found = differentiate(evidence.tape, leaves=weights)
     return float(sum(loss.detach().double().sum() for loss in found.losses)), found.gradients
+
+
+def falls_as_told(evidence: Evidence, gradients: dict[int, Tensor]) -> bool:
+    """Whether the loss changes along its gradient by what the gradient says.
+
+    A part that the gradient was cut from (an advantage, a target from the same network) moves the loss unasked: which
+    rate takes such a loss lower says nothing about the rate.
+    """
+    stepped = {slot: gradients[slot].double() for slot in evidence.tape.stepped if slot in gradients}
+    weights = {slot: evidence.tape.leaf_value(slot).double() for slot in stepped}
+    told = math.sqrt(sum(float(g.square().sum()) for g in stepped.values()))
+    length = NEARBY * math.sqrt(sum(float(w.square().sum()) for w in weights.values()))
+    if not told > 0 or not length > 0:
+        return False
+    up, down = (
+        evidence.loss_at(
+            {slot: weights[slot] + way * length / told * g for slot, g in stepped.items()},
+            dtype=torch.float64,
+        )
+        for way in (1, -1)
+    )
+    return abs((up - down) / (2 * length) - told) < AS_TOLD * told
 
 
 def train(evidence: Evidence, share: float, steps: int) -> list[float]:

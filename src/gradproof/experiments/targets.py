@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.flow import Comparison, Flow
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
+from gradproof.experiments.flow import Comparison, Flow, TooLong
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.provenance import say_where_made
 from gradproof.tape.operators import is_random
@@ -19,12 +19,29 @@ FAMILY = "data-target-misaligned"
 MOST = 600  # samples remembered
 COLUMNS = 256  # of a sample
 SHORT_NUMBERS = 251  # bfloat16 and uint8 hold them all; a prime, so that strides do not repeat them
+MOST_OPERATIONS = 60_000  # replayed for one step: one or two seconds
+WALKED = 8  # operations are walked over, to find what a comparison is made from, while one is replayed
 LATE = 100  # steps after which a network that can learn has learned something
 
 
 def do_targets_belong_to_inputs(evidence: Evidence) -> Iterator[Verdict]:
+    """Follows inputs and targets back to the rows they were taken from, unless a long rollout lies between."""
+    flow = evidence.flow
+    try:
+        with flow.at_most(MOST_OPERATIONS):
+            for verdict in judge_targets(evidence):
+                evidence.memory["targets judged"] = True
+                yield verdict
+    except TooLong:
+        if not evidence.memory.get("targets judged"):  # what an earlier step has shown stays said
+            reason = f"not done: to follow the data through the {len(flow.forward)} operations of step {evidence.step} "
+            yield undecided(FAMILY, f"{reason}takes more than the {MOST_OPERATIONS} operations it is allowed")
+
+
+def judge_targets(evidence: Evidence) -> Iterator[Verdict]:
     flow = evidence.flow
     for comparison in flow.comparisons:
+        flow.spend(len(flow.forward) // WALKED)
         for judge in (are_targets_noise, do_rows_match, is_the_target_in_the_input):
             verdict = judge(flow, comparison)
             if verdict is not None:
@@ -55,13 +72,14 @@ def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:
     """What a slot was made from: input leaves, and operations that drew random numbers."""
     needed, leaves, drawn = {slot}, set(), set()
     for op in reversed(flow.forward):
-        if needed.isdisjoint((*op.makes, *op.writes)):
+        touched = (*flow.makes(op), *op.writes)
+        if needed.isdisjoint(touched):
             continue
         if is_random(op.func, op.args, op.kwargs):
             drawn.add(op.index)
-            needed -= {*op.makes, *op.writes}
+            needed.difference_update(touched)
         else:
-            needed.update(op.reads)
+            needed.update(flow.reads(op))
     leaves = {leaf.index for leaf in flow.tape.inputs if leaf.index in needed}
     return leaves, drawn
 
@@ -153,7 +171,8 @@ def _data_behind(flow: Flow, slot: int) -> list[int]:
         maker = flow.maker(waiting.pop())
         if maker is None:
             continue
-        reads = maker.reads[:1] if maker.name.startswith(("index", "gather", "take")) else maker.reads
+        reads = flow.reads(maker)
+        reads = reads[:1] if maker.name.startswith(("index", "gather", "take")) else reads
         waiting += [read for read in reads if read not in seen]
         seen.update(reads)
     size = (*flow.tape.slots[slot].shape, 1)[0]
@@ -258,8 +277,12 @@ def inputs_of(flow: Flow, comparison: Comparison) -> list[int]:
     ]
     if not calls:
         return found
-    inside = [c for c in calls for o in calls if o is not c and o.first <= c.first and c.last <= o.last]
-    last = max((call for call in calls if call not in inside), key=lambda call: call.first, default=calls[0])
+    last, *later = sorted(
+        calls, key=lambda call: (call.first, -call.last)
+    )  # outer ones before what they call
+    for call in later:
+        if call.last > last.last:
+            last = call
     return [slot for slot in found if slot in last.inputs]
 
 
