@@ -12,8 +12,8 @@ from gradproof.kernels.loss_options import LossOptions, valid_positions
 from gradproof.kernels.reference import reference_loss_and_gradient
 from gradproof.numerics.difference import difference
 
-has_clusters = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-on_gpu = pytest.mark.skipif(not has_clusters, reason="needs a GPU with clusters of CTAs (Hopper or later)")
+has_clusters = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+on_gpu = pytest.mark.skipif(not has_clusters, reason="needs a GPU with clusters of CTAs (Hopper, Blackwell)")
 
 
 @pytest.mark.parametrize("size", [2, 4])

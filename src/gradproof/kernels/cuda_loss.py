@@ -1,6 +1,6 @@
 """Launches cross_entropy.cu: rows of logits that fit into the shared memory of a cluster of CTAs.
 
-For GPUs with clusters (Hopper and later). What it does not take (class weights, label smoothing, softcap, float64,
+For GPUs with clusters and 227 KiB for a CTA (Hopper, Blackwell). What it does not take (class weights, label smoothing, softcap, float64,
 short or very long rows) goes to Triton. Nothing here waits for the device, and a CUDA graph can hold all of it.
 """
 
@@ -262,7 +262,7 @@ def has_clusters(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)  # others have less shared memory
         and hasattr(torch.cuda, "_compile_kernel")
     )
 
