@@ -1,7 +1,8 @@
 """Launches cross_entropy.cu: rows of logits that fit into the shared memory of a cluster of CTAs.
 
-For GPUs with clusters and 227 KiB for a CTA (Hopper, Blackwell). What it does not take (class weights, label smoothing, softcap, float64,
-short or very long rows) goes to Triton. Nothing here waits for the device, and a CUDA graph can hold all of it.
+For GPUs with clusters and 227 KiB for a CTA (Hopper, Blackwell). What it does not take (class weights, label
+smoothing, softcap, float64, short or very long rows) goes to Triton. Nothing here waits for the device, and a CUDA
+graph can hold all of it.
 """
 
 from __future__ import annotations
