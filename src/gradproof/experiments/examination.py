@@ -31,6 +31,7 @@ from gradproof.experiments.empty_rows import does_every_sequence_count
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.exploration import is_exploring_rewarded
 from gradproof.experiments.fillings import do_missing_entries_count
+from gradproof.experiments.frozen_tables import is_a_random_table_frozen
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
@@ -114,6 +115,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     can_it_learn_this_batch,
+    is_a_random_table_frozen,
     does_the_output_fit_the_loss,
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,

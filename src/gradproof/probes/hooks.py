@@ -28,6 +28,7 @@ from gradproof.probes.loaders import loaders
 from gradproof.probes.modes import evals, without_gradient
 from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
+from gradproof.probes.pretrained import frozen_by_default
 from gradproof.probes.returns import returns
 from gradproof.probes.rows import rows
 from gradproof.probes.samplers import samplers
@@ -299,6 +300,7 @@ LISTENERS = (
     samplers,
     rows,
     tables,
+    frozen_by_default,
     compilation,
     evals,
     without_gradient,
