@@ -43,6 +43,7 @@ from gradproof.experiments.logarithms import are_logarithms_where_they_are_wante
 from gradproof.experiments.lost_average import is_the_average_kept
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
+from gradproof.experiments.merged_rows import have_neighbours_become_one
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.normalisation import (
@@ -163,6 +164,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_whole_numbers_kept,
     are_phases_kept,
     are_tables_kept_whole,
+    have_neighbours_become_one,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,
