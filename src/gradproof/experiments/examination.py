@@ -55,6 +55,7 @@ from gradproof.experiments.one_batch import can_it_learn_this_batch
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.one_view import are_two_views_one
+from gradproof.experiments.other_order import are_targets_in_another_order
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.phases import are_phases_kept
@@ -121,6 +122,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
+    are_targets_in_another_order,
     do_two_loaders_go_together,
     do_the_rows_meet,
     does_it_see_the_future,

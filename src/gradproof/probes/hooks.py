@@ -26,6 +26,7 @@ from gradproof.probes.files import files_read
 from gradproof.probes.lines import makings
 from gradproof.probes.loaders import loaders
 from gradproof.probes.modes import evals, without_gradient
+from gradproof.probes.orders import orders
 from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
 from gradproof.probes.pretrained import frozen_by_default
@@ -300,6 +301,7 @@ LISTENERS = (
     samplers,
     rows,
     tables,
+    orders,
     frozen_by_default,
     compilation,
     evals,
