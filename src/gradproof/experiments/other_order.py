@@ -35,6 +35,7 @@ ID = "data-target-misaligned/other-order"
 ROWS = 1500  # compared with one another
 COLUMNS = 256
 STRANGERS, FRIENDS = 2.5, 8.0  # deviations from chance of what nearest neighbours have in common
+LONGEST = 5_000  # operations of a forward pass
 BACK = 6  # operations from a comparison back to what it was taken from
 
 
@@ -51,12 +52,12 @@ class Found:
 def are_targets_in_another_order(evidence: Evidence) -> Iterator[Verdict]:
     """Nearest neighbours among the inputs, and their targets, as they stand and in each order that the script keeps."""
     orders = evidence.memory.get("facts", {}).get("_orders")
-    if not orders or evidence.memory.get("other order"):
+    if not orders or evidence.memory.get("other order") or len(evidence.flow.forward) > LONGEST:
         return
     for comparison in evidence.flow.comparisons:
         if is_computed(evidence, comparison.target):
             continue
-        for first, second in whole_tables(evidence, comparison):
+        for first, second in whole_tables(evidence, comparison, {len(order["places"]) for order in orders}):
             evidence.memory["other order"] = True
             x, y = (evidence.tape.leaf_value(leaf) for leaf in (first, second))
             found = judge(x, y, unused(evidence, orders), comparison.kind != "value")
@@ -136,19 +137,21 @@ def line_that_assigns(frame: FrameType, name: str) -> str | None:
     return f"{file.rsplit('/', 1)[-1]}:{numbers[-1]}" if numbers else None
 
 
-def whole_tables(evidence: Evidence, comparison: Comparison) -> Iterator[tuple[int, int]]:
-    """(inputs, targets): leaves of as many rows, of which each prediction and its target are taken at the same row."""
+def whole_tables(evidence: Evidence, comparison: Comparison, lengths: set[int]) -> Iterator[tuple[int, int]]:
+    """(inputs, targets): leaves as long as an order, of which predictions and targets are taken at the same rows."""
     flow, tape = evidence.flow, evidence.tape
     for slot in inputs_of(flow, comparison):
         if not evidence.slot(slot).dtype.is_floating_point or len(evidence.slot(slot).shape) < 2:
             continue
         for first in data_behind(flow, slot):
-            for second in data_behind(flow, comparison.target):
-                if tape.slots[first].shape[0] == tape.slots[second].shape[0] and first != second:
+            rows = tape.slots[first].shape[0]
+            for second in data_behind(flow, comparison.target) if rows in lengths else ():
+                if tape.slots[second].shape[0] == rows and first != second:
                     sent = send_numbers(flow, (first, second), (slot, comparison.target), SHORT_NUMBERS)
                     if sent is not None and torch.equal(*sent) and one_a_row(evidence, second):
                         yield first, second
-        leaf = taken_alike(evidence, comparison, evidence.slot(slot).shape[0])
+        rows = evidence.slot(slot).shape[0]
+        leaf = taken_alike(evidence, comparison, rows) if rows in lengths else None
         if leaf is not None and evidence.slot(slot).made_by is None and one_a_row(evidence, leaf):
             yield slot, leaf
 
