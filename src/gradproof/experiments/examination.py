@@ -31,6 +31,7 @@ from gradproof.experiments.empty_rows import does_every_sequence_count
 from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.exploration import is_exploring_rewarded
 from gradproof.experiments.fillings import do_missing_entries_count
+from gradproof.experiments.frozen_tables import is_a_random_table_frozen
 from gradproof.experiments.future import does_it_see_the_future
 from gradproof.experiments.gains import gains_by_module
 from gradproof.experiments.gradient import is_the_gradient_right
@@ -42,6 +43,7 @@ from gradproof.experiments.logarithms import are_logarithms_where_they_are_wante
 from gradproof.experiments.lost_average import is_the_average_kept
 from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
+from gradproof.experiments.merged_rows import have_neighbours_become_one
 from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
 from gradproof.experiments.nonfinite import where_was_it_born
 from gradproof.experiments.normalisation import (
@@ -53,6 +55,7 @@ from gradproof.experiments.one_batch import can_it_learn_this_batch
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
 from gradproof.experiments.one_view import are_two_views_one
+from gradproof.experiments.other_order import are_targets_in_another_order
 from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
 from gradproof.experiments.phases import are_phases_kept
@@ -114,10 +117,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     is_the_gradient_right,
     is_the_step_too_long_or_short,
     can_it_learn_this_batch,
+    is_a_random_table_frozen,
     does_the_output_fit_the_loss,
     are_logarithms_where_they_are_wanted,
     do_targets_line_up,
     do_targets_belong_to_inputs,
+    are_targets_in_another_order,
     do_two_loaders_go_together,
     do_the_rows_meet,
     does_it_see_the_future,
@@ -161,6 +166,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     are_whole_numbers_kept,
     are_phases_kept,
     are_tables_kept_whole,
+    have_neighbours_become_one,
     where_does_the_signal_go,
     does_the_beginning_reach_the_end,
     does_gradient_reach_what_it_must_not,

@@ -88,15 +88,15 @@ def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
     """From which row of its data each input and each target was taken: row numbers are sent the same way."""
     halves = halves_of_pairs(flow, comparison)
     for ends in halves or [(slot, comparison.target) for slot in inputs_of(flow, comparison)]:
-        for first in _data_behind(flow, ends[0]):
-            for second in _data_behind(flow, ends[1]):
+        for first in data_behind(flow, ends[0]):
+            for second in data_behind(flow, ends[1]):
                 rows = flow.tape.slots[first].shape[0]
                 if first == second or flow.tape.slots[second].shape[0] != rows:
                     continue
-                sent = _send_numbers(flow, (first, second), ends, SHORT_NUMBERS)
+                sent = send_numbers(flow, (first, second), ends, SHORT_NUMBERS)
                 if sent is None or len(sent[0]) == rows:
                     continue
-                whole = _send_numbers(flow, (first, second), ends, rows)
+                whole = send_numbers(flow, (first, second), ends, rows)
                 found = _verdict_on_rows(flow, ends[1], *sent, whole)
                 if halves and found is not None and found.id:  # the other half may be another of its class
                     return replace(found, if_troubled=True, confidence="likely")
@@ -123,7 +123,7 @@ def is_diagonal(flow: Flow, comparison: Comparison) -> bool:
     return labels is not None and torch.equal(labels.cpu().long(), torch.arange(shape[0]))
 
 
-def _send_numbers(
+def send_numbers(
     flow: Flow, leaves: tuple[int, int], ends: tuple[int, int], modulus: int
 ) -> tuple[Tensor, Tensor] | None:
     """Each row's number modulo `modulus`, put in place of the data, as it arrives at both ends."""
@@ -164,7 +164,7 @@ def _verdict_on_rows(
     )
 
 
-def _data_behind(flow: Flow, slot: int) -> list[int]:
+def data_behind(flow: Flow, slot: int) -> list[int]:
     """The leaves that a batch was cut from, row by row; not those that said which rows."""
     waiting, seen = [slot], {slot}
     while waiting:
@@ -294,13 +294,21 @@ def is_computed(evidence: Evidence, target: int) -> bool:
 
 def agreement(x: Tensor, y: Tensor, classes: bool) -> tuple[float, float, float]:
     """(share of samples whose nearest other has the same label, share by chance, how many deviations apart)."""
-    if not classes:
-        y = (y > y.median()).double()
+    return agreement_with(nearest_others(x), y, classes)
+
+
+def nearest_others(x: Tensor) -> Tensor:
+    """The number of the sample that is nearest to each; one seen twice is no neighbour of itself."""
     x = (x - x.mean(0)) / (x.std(0) + 1e-9)
-    _, first = torch.unique(x, dim=0, return_inverse=True)  # a sample seen twice is no neighbour of itself
+    _, first = torch.unique(x, dim=0, return_inverse=True)
     distance = torch.cdist(x, x)
     distance[first[:, None] == first[None, :]] = math.inf
-    near = distance.argmin(1)
+    return distance.argmin(1)
+
+
+def agreement_with(near: Tensor, y: Tensor, classes: bool) -> tuple[float, float, float]:
+    if not classes:
+        y = (y > y.median()).double()
     _, counts = torch.unique(y, return_counts=True)
     chance = float(((counts / counts.sum()) ** 2).sum())
     share = float((y == y[near]).double().mean())

@@ -26,8 +26,10 @@ from gradproof.probes.files import files_read
 from gradproof.probes.lines import makings
 from gradproof.probes.loaders import loaders
 from gradproof.probes.modes import evals, without_gradient
+from gradproof.probes.orders import orders
 from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
+from gradproof.probes.pretrained import frozen_by_default
 from gradproof.probes.returns import returns
 from gradproof.probes.rows import rows
 from gradproof.probes.samplers import samplers
@@ -299,6 +301,8 @@ LISTENERS = (
     samplers,
     rows,
     tables,
+    orders,
+    frozen_by_default,
     compilation,
     evals,
     without_gradient,

@@ -1,10 +1,14 @@
-"""Finds, at the first step, columns that a script keeps in half precision, and the columns it may have made of them."""
+"""Finds, at the first step, columns that a script keeps in half precision, and the columns it may have made of them.
+
+And tables whose rows may have been counted in half precision: where it cannot tell 512 from 513, they are the same.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,8 @@ MOST_ROWS = 50_000
 FEWEST_ROWS = 200
 MOST_COLUMNS = 64  # of one table, and of those that go with it
 MOST_SHORT = 16  # columns in half precision
+ONE_IN_HALF = (512, 4096)  # the same as the next number in bfloat16, and in float16
+MOST_STEPPED = 4  # tables with equal rows there
 
 
 def tables(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
@@ -35,6 +41,7 @@ def tables(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
         began = time.perf_counter()
         with suppress(Exception), _disable_current_modes():
             session.facts["_tables"] = list(short_columns())
+            session.facts["_stepped_tables"] = list(islice(stepped_tables(), MOST_STEPPED))
         session.own_seconds += time.perf_counter() - began
 
     stack.callback(register_optimizer_step_post_hook(look).remove)
@@ -58,6 +65,33 @@ def short_columns() -> Iterator[dict[str, Any]]:
         }
 
 
+def stepped_tables() -> Iterator[dict[str, Any]]:
+    """Tables of numbers whose first rows differ, and that have two equal ones where half precision has one number."""
+    for frame in own_frames():
+        for name, value in locals_of(frame).items():
+            for key, table in (*kept_by(name, value), (name, value)):
+                if is_table(table) and is_stepped(table):
+                    yield {"name": key, "values": as_numbers(table), "file": frame.f_code.co_filename}
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) and is_numbers(value) and value.ndim <= 2
+
+
+def is_stepped(table: Tensor | np.ndarray) -> bool:
+    known = [n for n in ONE_IN_HALF if n + 1 < len(table)]
+    return any(bool((table[n] == table[n + 1]).all()) for n in known) and bool((table[1] != table[2]).any())
+
+
+def kept_by(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays and tensors of a data set."""
+    if isinstance(value, torch.utils.data.Dataset):
+        for key, kept in vars(value).items():
+            for part in kept if isinstance(kept, tuple) else (kept,):
+                if isinstance(part, (Tensor, np.ndarray)):
+                    yield f"{name}.{key}", part
+
+
 def columns_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The columns of a table, an array or a tensor, with names; of a data set, those of what it keeps."""
     if isinstance(value, (Tensor, np.ndarray)):
@@ -70,11 +104,9 @@ def columns_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "columns"):
         for column in list(value.columns)[:MOST_COLUMNS]:
             yield from columns_of(f"{name}[{column!r}]", value[column].to_numpy())
-    elif isinstance(value, torch.utils.data.Dataset):
-        for key, kept in vars(value).items():
-            for part in kept if isinstance(kept, tuple) else (kept,):
-                if isinstance(part, (Tensor, np.ndarray)):
-                    yield from columns_of(f"{name}.{key}", part)
+    else:
+        for key, part in kept_by(name, value):
+            yield from columns_of(key, part)
 
 
 def is_numbers(value: Tensor | np.ndarray) -> bool:

@@ -12,6 +12,7 @@ CAUSES = (
         experiments=(
             "do_targets_line_up",
             "do_targets_belong_to_inputs",
+            "are_targets_in_another_order",
             "do_two_loaders_go_together",
             "is_one_side_augmented",
         ),

@@ -125,6 +125,7 @@ CAUSES = (
             "does_the_optimizer_hold_everything",
             "is_what_was_unfrozen_trained",
             "are_converted_parameters_trained",
+            "is_a_random_table_frozen",
         ),
         intervention="all_parameters",
     ),

@@ -78,6 +78,7 @@ CAUSES = (
             "are_whole_numbers_kept",
             "are_phases_kept",
             "are_tables_kept_whole",
+            "have_neighbours_become_one",
             "where_was_it_born",
         ),
         intervention="float32",

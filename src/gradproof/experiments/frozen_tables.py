@@ -1,0 +1,170 @@
+"""Is a table of random numbers frozen? Embedding.from_pretrained freezes what it is given, unless freeze=False is said.
+
+That is meant for tables that somebody has trained. Handed random numbers, as an initialisation, it makes noise of them
+that stays. Whoever writes freeze=True, or requires_grad_(False), has meant it: random features are never accused.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.one_batch import copied, is_known, settled
+from gradproof.experiments.owners import at_work, named_parameters
+from gradproof.tape.player import Player
+from gradproof.tape.replay import forward_operations
+
+ID = "param-not-updated/frozen-table"
+FIRST = 8  # steps before it is asked
+STEPS, FEWEST = 16, 8  # on one batch, with the tables and without
+LONGEST = 1.5  # seconds for both trainings
+TRIES = 2
+FURTHER = 1.5  # times as far as without them
+FALLS = 0.1  # of the loss, at least
+STUCK = 0.5  # of the loss of the first steps
+FEWEST_ROWS, MOST_ROWS, MOST_COLUMNS = 16, 4096, 256
+SIGMAS = 5.0
+
+
+def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:
+    """Tables frozen by default that look like a fresh draw, and with which the batch is learned much further.
+
+    A run whose loss has fallen well without them gets a warning: its table may stand for a trained one.
+    """
+    found = random_tables(evidence)
+    if evidence.step < FIRST or not found:
+        return
+    known = evidence.memory.setdefault("frozen tables", {"tries": 0, "said": None})
+    if known["said"] is None and known["tries"] < TRIES:
+        known["tries"] += 1
+        known["said"] = learn_with_them(evidence, set(found))
+    if known["said"] is None:
+        return
+    named, names = named_parameters(evidence), list(found)
+    share = sum(named[name].numel() for name in names) / sum(p.numel() for p in named.values())
+    left = share_left(evidence)
+    sure = left > STUCK and not any(entry["given"] for entry in found.values())
+    module, line = names[0].rpartition(".")[0] or names[0], found[names[0]]["line"]
+    yield confirmed(
+        ID,
+        f"{', '.join(names[:3])} hold random numbers (one mean, one spread, no column or row like another) and are "
+        f"frozen: from_pretrained freezes unless freeze=False is given; that is {100 * share:.0f} % of the model",
+        known["said"],
+        f"after {len(evidence.losses)} steps {100 * left:.0f} % of the first loss are left",
+        where=f"{module} ({line})" if line else module,
+        fix="Embedding.from_pretrained(table, freeze=False) where the table is an initialisation, and give the "
+        "optimizer its weight; freeze=True says that these numbers are wanted",
+        level="problem" if sure else "warning",
+        confidence="proven" if sure else "likely",
+    )
+
+
+def random_tables(evidence: Evidence) -> dict[str, dict[str, Any]]:
+    """name -> what is known of its making, of tables that are frozen by default and look drawn."""
+    made = evidence.memory.get("facts", {}).get("_frozen_by_default", ())
+    noted = {id(weight): entry for entry in made if (weight := entry["weight"]()) is not None}
+    tables = {name: p for name, p in named_parameters(evidence).items() if id(p) in noted} if noted else {}
+    frozen = {name: p.detach() for name, p in tables.items() if not p.requires_grad}
+    return {name: noted[id(tables[name])] for name, table in frozen.items() if looks_drawn(table)}
+
+
+def learn_with_them(evidence: Evidence, names: set[str]) -> str | None:
+    """Some steps on the batch alone, as it is and with the tables: what is to be said if these take it much further."""
+    slots = [slot.index for slot in evidence.tape.leaves() if slot.name in names]
+    optimizers = at_work(evidence)
+    if not slots or not optimizers or not all(map(is_known, optimizers)):
+        return None
+    began = time.process_time()
+    start, _ = gradient_with(evidence, {}, slots)
+    steps = min(STEPS, int(LONGEST / 2 / max(time.process_time() - began, 1e-6)))
+    if steps < FEWEST or not math.isfinite(start):
+        return None
+    without, within = (settled(train(evidence, tables, steps)) for tables in ([], slots))
+    if not start - within > max(FURTHER * (start - without), FALLS * abs(start)):
+        return None
+    return (
+        f"{steps} steps on the batch of step {evidence.step} alone take the loss from {start:.4g} to {without:.4g} "
+        f"as it is, and to {within:.4g} with them trained"
+    )
+
+
+def share_left(evidence: Evidence) -> float:
+    """Of the loss of the first steps."""
+    losses = list(evidence.losses)
+    width = max(1, min(8, len(losses) // 2))
+    first = statistics.median(losses[:width])
+    return statistics.median(losses[-width:]) / first if first > 0 else math.nan
+
+
+def looks_drawn(table: Tensor) -> bool:
+    """Columns and rows of one mean and one spread and no correlation, as much and as little as chance gives."""
+    rows = table[:MOST_ROWS, :MOST_COLUMNS].double()
+    rows = rows[(rows != 0).any(1)]  # padding
+    count, width = rows.shape
+    spread = float(rows.std()) if count >= FEWEST_ROWS and width >= 2 else 0.0
+    if not spread > 0 or not math.isfinite(spread):
+        return False
+    z = (rows - rows.mean()) / spread
+    squares = z.square()
+    flatness = float(squares.var())
+    if not flatness > 0:
+        return False
+    sizes = (squares - squares.mean()) / math.sqrt(flatness)
+    together = (z.mT @ z / math.sqrt(count)).triu(1).square().sum()
+    return all(
+        by_chance(float(total), freedom)
+        for total, freedom in (
+            (count * z.mean(0).square().sum(), width - 1),
+            (count * sizes.mean(0).square().sum(), width - 1),
+            (width * z.mean(1).square().sum(), count - 1),
+            (width * sizes.mean(1).square().sum(), count - 1),
+            (together, width * (width - 1) / 2),
+        )
+    )
+
+
+def by_chance(total: float, freedom: float) -> bool:
+    """Whether a sum of squares is what so many standard normal numbers give; its cube root is nearly normal."""
+    nine = 2 / (9 * freedom)
+    return abs((total / freedom) ** (1 / 3) - (1 - nine)) <= SIGMAS * math.sqrt(nine)
+
+
+def gradient_with(
+    evidence: Evidence, weights: dict[int, Tensor], tables: list[int]
+) -> tuple[float, dict[int, Tensor]]:
+    """The loss and its gradient; the tables are followed too."""
+    player = Player(evidence.tape, None, weights, autograd=True, follow_cuts=bool(tables))
+    for slot in tables:
+        player.env[slot] = player.value(slot).detach().requires_grad_()
+    with player.saving.hooks():
+        player.play(forward_operations(evidence.tape, None))
+    found = player.replay
+    return float(sum(loss.double().sum() for loss in found.losses)), found.gradients
+
+
+def train(evidence: Evidence, tables: list[int], steps: int) -> list[float]:
+    """The losses of some steps on this batch alone, by the run's own optimizer, with the tables in its first group."""
+    weights: dict[int, Tensor] = {}
+    optimizers = [copied(optimizer, evidence, 1.0, weights) for optimizer in at_work(evidence)]
+    values = {slot: evidence.tape.leaf_value(slot).detach().clone().requires_grad_() for slot in tables}
+    if values:
+        group: dict[str, Any] = {k: v for k, v in optimizers[0].param_groups[0].items() if k != "params"}
+        optimizers[0].add_param_group({**group, "params": list(values.values())})
+        weights |= values
+    losses = []
+    for _ in range(steps):
+        loss, gradients = gradient_with(evidence, weights, tables)
+        losses.append(loss)
+        for slot, weight in weights.items():
+            weight.grad = gradients.get(slot)
+        with torch.no_grad():
+            for optimizer in optimizers:
+                optimizer.step()
+    return losses

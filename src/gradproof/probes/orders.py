@@ -1,0 +1,79 @@
+"""Finds, at the first step, the orders that a script keeps: lists of distinct ids that are not sorted, and indexes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradproof.probes.names import own_frames
+from gradproof.probes.session import Session
+from gradproof.tape.frames import locals_of
+
+FEWEST, LONGEST = 100, 50_000  # ids
+MOST = 16  # orders
+MOST_VALUES = 2_000  # variables and attributes that are looked at
+
+
+def orders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """Once, after the first step: what the functions that are running hold, and what their objects hold."""
+    looked = False
+
+    def look(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        nonlocal looked
+        if looked or not session.alive or not chosen(optimizer):
+            return
+        looked = True
+        began = time.perf_counter()
+        with suppress(Exception), _disable_current_modes():
+            session.facts["_orders"] = list(islice(orders_kept(), MOST))
+        session.own_seconds += time.perf_counter() - began
+
+    stack.callback(register_optimizer_step_post_hook(look).remove)
+
+
+def orders_kept() -> Iterator[dict[str, Any]]:
+    """Each order with its name: of row i, the place that its id has among all ids when they are sorted."""
+    named = ((name, value) for frame in own_frames() for name, value in locals_of(frame).items())
+    for name, value in islice(named, MOST_VALUES):
+        for key, kept in ((name, value), *attributes_of(name, value)):
+            ids = None if key.startswith("__") else ids_of(kept)
+            places = np.argsort(np.argsort(ids, kind="stable"), kind="stable") if ids is not None else None
+            if places is not None and bool((np.diff(places) < 0).any()):
+                yield {"name": key, "places": torch.from_numpy(places)}
+
+
+def attributes_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Of an object of one of the script's own classes."""
+    if getattr(type(value), "__module__", "").partition(".")[0] in ("builtins", "torch", "numpy", "pandas"):
+        return
+    if not isinstance(value, (type, torch.nn.Module)):
+        for key, kept in islice(getattr(value, "__dict__", {}).items(), 64):
+            yield f"{name}.{key}", kept
+
+
+def ids_of(value: Any) -> np.ndarray | None:
+    """The distinct ids, in their order, of a list, an array, or a dict that says at which row each is."""
+    if not isinstance(value, (dict, list, tuple, np.ndarray, Tensor)) or getattr(value, "ndim", 1) != 1:
+        return None
+    if not FEWEST <= len(value) <= LONGEST:
+        return None
+    if isinstance(value, dict):
+        rows = list(value.values())
+        if not all(type(row) is int for row in rows) or sorted(rows) != list(range(len(rows))):
+            return None
+        ids = np.array(sorted(value, key=value.__getitem__))
+    elif isinstance(value, Tensor):
+        ids = value.detach().cpu().numpy() if not value.is_floating_point() else np.zeros(0)
+    else:
+        ids = np.array(value) if isinstance(value[0], (int, str, np.integer)) else np.zeros(0)
+    distinct = ids.ndim == 1 and ids.dtype.kind in "iuU" and len(ids) and len(np.unique(ids)) == len(ids)
+    return ids if distinct else None
