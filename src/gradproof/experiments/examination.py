@@ -19,6 +19,7 @@ from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cancelled import does_a_ratio_cancel
+from gradproof.experiments.class_axis import do_classes_stay_together
 from gradproof.experiments.class_weights import do_class_weights_favour_the_rare
 from gradproof.experiments.converted import are_converted_parameters_trained
 from gradproof.experiments.cuts import is_a_path_cut
@@ -122,6 +123,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_the_rows_meet,
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
+    do_classes_stay_together,
     do_positions_run_along_the_sequence,
     are_samples_independent,
     where_does_attention_look,

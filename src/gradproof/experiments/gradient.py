@@ -53,7 +53,7 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def names_updated(evidence: Evidence) -> set[str]:
-    """Parameters that were changed by what their gradients say; a critic's clipped weights are not, at another's turn."""
+    """Parameters changed by what their gradients say; a critic whose weights are clipped at another's turn has none."""
     tape = evidence.tape
     arrived = max((call.last for call in tape.top_backwards if call.accumulates), default=0)
     updates = [op for op in tape.operations if op.phase == "optimizer" or op.index >= arrived]
