@@ -50,6 +50,7 @@ from gradproof.experiments.normalisation import (
     is_it_normalised_over_features,
     is_rescaling_bounded,
 )
+from gradproof.experiments.one_array import are_arrays_kept_as_they_were
 from gradproof.experiments.one_batch import can_it_learn_this_batch
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
@@ -106,6 +107,7 @@ GLANCES: tuple[Experiment, ...] = (
 EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
     do_micro_batches_add_up,
+    are_arrays_kept_as_they_were,
     do_shapes_meet,
     does_a_ratio_cancel,
     does_the_optimizer_hold_everything,
