@@ -85,6 +85,7 @@ from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.variety import do_inputs_vary
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
+from gradproof.experiments.walked_again import is_a_loss_walked_again
 from gradproof.record.writer import RunWriter
 from gradproof.tape.shadow import Shadow
 
@@ -107,6 +108,7 @@ GLANCES: tuple[Experiment, ...] = (
 EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
     do_micro_batches_add_up,
+    is_a_loss_walked_again,
     are_arrays_kept_as_they_were,
     do_shapes_meet,
     does_a_ratio_cancel,
