@@ -46,16 +46,34 @@ def test_a_running_sum_is_walked_again_at_every_micro_batch(before, at_last):
     )
 
 
-def test_a_sum_made_in_place_or_of_a_list():
+SUMS = {
+    "stack": lambda losses: torch.stack(losses).sum(),
+    "sum": sum,
+    "mean": lambda losses: sum(losses) / len(losses),
+}
+
+
+@pytest.mark.parametrize("add_up", SUMS.values(), ids=SUMS)
+def test_a_growing_list_of_losses(add_up):
     def run(model, optimizer):
         losses = []
         for _ in range(3):
             losses.append(loss_of(model))
-            torch.stack(losses).sum().backward(retain_graph=True)
+            add_up(losses).backward(retain_graph=True)
         return losses[0]
 
-    # each root is a sum of its own, and none is made of another: only what it adds up was walked before
-    assert not verdicts(run) or ids(verdicts(run)) == {ID}
+    assert ids(verdicts(run), "problem") == {ID}
+
+
+def test_a_sum_in_place():
+    def run(model, optimizer):
+        total = torch.zeros(())
+        for _ in range(3):
+            total += loss_of(model)
+            total.backward(retain_graph=True)
+        return total
+
+    assert ids(verdicts(run), "problem") == {ID}
 
 
 def test_one_loss_walked_at_two_lines_is_a_warning():
@@ -98,6 +116,21 @@ def truncated_in_time(model, optimizer):
         state = state + model(state + torch.randn(4, 3))
         loss = state.square().mean()
         loss.backward(retain_graph=True)
+    return loss
+
+
+def one_penalty_for_all(model, optimizer):
+    penalty = sum(p.square().sum() for p in model.parameters())
+    for _ in range(3):
+        loss = (loss_of(model) + 0.1 * penalty) / 3
+        loss.backward(retain_graph=True)
+    return loss
+
+
+def one_loss_for_each_layer_in_turn(model, optimizer):
+    loss = loss_of(model)
+    for layer in (model[2], model[0]):
+        loss.backward(inputs=list(layer.parameters()), retain_graph=True)
     return loss
 
 
@@ -150,8 +183,8 @@ def rows_of_a_jacobian(model, optimizer):
 
 
 HEALTHY = [
-    micro_batches, two_losses_of_one_trunk, terms_of_one_pass_in_a_loop, truncated_in_time, cleared_between,
-    cleared_by_hand, physics, rows_of_a_jacobian,
+    micro_batches, two_losses_of_one_trunk, terms_of_one_pass_in_a_loop, truncated_in_time, one_penalty_for_all,
+    one_loss_for_each_layer_in_turn, cleared_between, cleared_by_hand, physics, rows_of_a_jacobian,
 ]  # fmt: skip
 
 
