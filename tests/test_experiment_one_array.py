@@ -72,6 +72,17 @@ def test_a_mask_that_stays_is_no_problem():
     assert ids(said) == ids(said, "note")
 
 
+def test_a_mask_that_stays_does_not_hide_what_changes():
+    model, walk, mask = nn.Linear(3, 1), Walk(), np.ones((4, 3), dtype=np.float32)
+
+    def loss():
+        pairs = [(torch.from_numpy(mask), torch.from_numpy(walk.step())) for _ in range(8)]
+        masks, seen = (torch.stack(part) for part in zip(*pairs, strict=True))
+        return model(masks * seen).pow(2).mean()
+
+    assert ids(verdicts(loss, model, steps=1), "problem") == {ID}
+
+
 def test_a_replay_memory_that_changes_under_its_observations():
     model, walk, memory = nn.Linear(3, 1), Walk(), []
     for _ in range(40):

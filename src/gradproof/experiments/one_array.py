@@ -17,15 +17,17 @@ SHARES = re.compile(r"\b(from_numpy|as_tensor|from_dlpack|frombuffer)\s*\(")
 def are_arrays_kept_as_they_were(evidence: Evidence) -> Iterator[Verdict]:
     """stack of tensors that are one NumPy array: proof where the array was seen to change, else only a suspicion."""
     earlier: list[OneArray] = evidence.memory.setdefault("one array", [])
-    for index, found in evidence.tape.one_arrays.items():
+    # a mask that stays may stand beside observations that do not
+    for index, found in sorted(evidence.tape.one_arrays.items(), key=lambda item: -item[1].changed):
         operation = evidence.tape.operations[index]
-        since = f"{found.changed} of them held something else when they were first read in this step"
-        if not found.changed and not any(map(has_changed, earlier)):
-            earlier[:] = [*earlier[-8:], found]
-            since = "the array was not seen to change"
-        elif not found.changed:
+        proven = True
+        if found.changed:
+            since = f"{found.changed} of them held something else when they were first read in this step"
+        elif any(map(has_changed, earlier)):
             since = "the array has changed since it was first put together"
-        proven = since != "the array was not seen to change"
+        else:
+            since, proven = "the array was not seen to change", False
+            earlier[:] = [*earlier[-8:], found]
         yield confirmed(
             "aliasing-or-inplace/one-array",
             f"{found.count} of the {found.of} tensors that {operation.name} puts together are one NumPy array: "
