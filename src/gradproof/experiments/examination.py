@@ -19,6 +19,7 @@ from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.averages import how_slow_is_the_average
 from gradproof.experiments.batches import do_batches_differ
 from gradproof.experiments.cancelled import does_a_ratio_cancel
+from gradproof.experiments.class_axis import do_classes_stay_together
 from gradproof.experiments.class_weights import do_class_weights_favour_the_rare
 from gradproof.experiments.converted import are_converted_parameters_trained
 from gradproof.experiments.cuts import is_a_path_cut
@@ -51,6 +52,7 @@ from gradproof.experiments.normalisation import (
     is_it_normalised_over_features,
     is_rescaling_bounded,
 )
+from gradproof.experiments.one_array import are_arrays_kept_as_they_were
 from gradproof.experiments.one_batch import can_it_learn_this_batch
 from gradproof.experiments.one_row import is_every_row_the_same
 from gradproof.experiments.one_sided import is_one_side_augmented
@@ -86,6 +88,7 @@ from gradproof.experiments.unfrozen import is_what_was_unfrozen_trained
 from gradproof.experiments.units import are_predictions_stuck, do_units_respond
 from gradproof.experiments.variety import do_inputs_vary
 from gradproof.experiments.views import is_a_view_in_place_of_a_transpose
+from gradproof.experiments.walked_again import is_a_loss_walked_again
 from gradproof.record.writer import RunWriter
 from gradproof.tape.shadow import Shadow
 
@@ -108,6 +111,8 @@ GLANCES: tuple[Experiment, ...] = (
 EXPERIMENTS: tuple[Experiment, ...] = (
     # what can be read off the tape, before what has to be replayed: of a long step not all fit into one examination
     do_micro_batches_add_up,
+    is_a_loss_walked_again,
+    are_arrays_kept_as_they_were,
     do_shapes_meet,
     does_a_ratio_cancel,
     does_the_optimizer_hold_everything,
@@ -127,6 +132,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     do_the_rows_meet,
     does_it_see_the_future,
     is_a_view_in_place_of_a_transpose,
+    do_classes_stay_together,
     do_positions_run_along_the_sequence,
     are_samples_independent,
     where_does_attention_look,

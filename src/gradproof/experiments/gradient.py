@@ -36,7 +36,7 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         return
     # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
     idle = names_without_optimizer(evidence)
-    stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
+    stepped = names_updated(evidence)
     for mismatch in found.accumulation:
         if mismatch.parameter in idle or (stepped and mismatch.parameter not in stepped):
             continue
@@ -50,6 +50,15 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         yield undecided("wrong-gradient", str(wrong[0]))
     elif found.right and found.worst is not None and not found.notes:
         yield excluded("wrong-gradient", f"every gradient agrees with float64 to {found.worst.error:.0e}")
+
+
+def names_updated(evidence: Evidence) -> set[str]:
+    """Parameters changed by what their gradients say; a critic whose weights are clipped at another's turn has none."""
+    tape = evidence.tape
+    arrived = max((call.last for call in tape.top_backwards if call.accumulates), default=0)
+    updates = [op for op in tape.operations if op.phase == "optimizer" or op.index >= arrived]
+    written = {slot for op in updates for slot in op.writes}
+    return {evidence.slot(slot).name for slot in tape.stepped if slot in written}
 
 
 def call_to_blame(evidence: Evidence, parameter: str) -> tuple[str, list[str]]:

@@ -52,6 +52,7 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
             op for op in evidence.forward if op.index < operation.index and is_written(evidence, op, first)
         ]
         outside = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
+        outside = outside and not is_repeated_here(evidence, members)
         if same >= 0.9 * len(members) and (len(rewritten) >= 2 or outside):
             written = rewritten[-1].line if rewritten else operation.line
             given = handed_out(evidence, first, operation)
@@ -62,9 +63,17 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
                 f"put together at {operation.line}" + (f", last written at {written}" if rewritten else ""),
                 where=place_of(operation.module, given or written),
                 fix="keep a clone() of what changes later",
+                if_troubled=len(set(members)) == 1
+                and len(rewritten) < 2,  # one sample may be meant many times
                 lasting=True,
             )
     return None
+
+
+def is_repeated_here(evidence: Evidence, members: list[int]) -> bool:
+    """Views that this step itself makes of one batch, to have it several times."""
+    makers = [maker for slot in members if (maker := evidence.maker(slot)) is not None]
+    return any(maker.name != "alias" for maker in makers)
 
 
 def handed_out(evidence: Evidence, first: int, stack: Operation) -> Line | None:

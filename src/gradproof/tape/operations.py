@@ -6,6 +6,7 @@ A slot stands for one tensor of the step. It holds no values: those come back by
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,6 +170,17 @@ class Memory:
     views: dict[int, tuple] = field(default_factory=dict)  # slot -> (size, stride, offset)
 
 
+@dataclass(slots=True)
+class OneArray:
+    """Tensors that were put together and are, each for itself, made of one array outside PyTorch."""
+
+    count: int
+    of: int
+    changed: int  # of them, those that held something else when an operation of the step first read them
+    member: weakref.ref[torch.Tensor]
+    content: int
+
+
 @dataclass
 class Tape:
     """One step: leaves, operations in order, and who called them."""
@@ -187,6 +199,7 @@ class Tape:
     final_gradients: dict[int, tuple[int, int]] = field(default_factory=dict)
     fingerprints: torch.Tensor | list = field(default_factory=list)
     never_written: dict[int, str] = field(default_factory=dict)  # operation -> what it read
+    one_arrays: dict[int, OneArray] = field(default_factory=dict)  # operation -> what it puts together
     compiled: bool = False
     scaled: set[int] = field(default_factory=set)  # operations in which a GradScaler scaled a loss
     broken: str = ""  # why recording stopped early

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradproof.tape.arrays import Arrays
 from gradproof.tape.attention import generator_state
 from gradproof.tape.calls import note_operator
 from gradproof.tape.operations import (
@@ -78,6 +79,7 @@ class State:
         self.gradient_of = {id(p.grad): p for p in parameters if p.grad is not None}
         self.count: Counter[str] = Counter()
         self.unknown: dict[int, bool] = {}  # storages of unknown content; True: filled by us
+        self.arrays = Arrays()
         self.was_read: set[int] = set()
         self.pins: list = []  # weak references: as long as they live, no address is used twice
         self.module_stack: list[tuple[ModuleCall | None, str]] = []
@@ -155,6 +157,8 @@ class State:
             note_operator(self, operation, kwargs)
         if scaled and name == "mul":
             self.tape.scaled.add(index)
+        if name in ("stack", "cat"):
+            self.arrays.look(self.tape, index, list(tensors_in(args)))
         fresh = list(tensors_in(result))
         if name in FRESH:
             self.fill_fresh(fresh)
@@ -285,6 +289,7 @@ class State:
         if slot.kind == "input" and nbytes(tensor) > _LARGE:
             self.large.add(index)
             return index
+        self.arrays.note(tensor, key)
         memory = self.whole_memory(tensor)
         if memory is None:
             memory = Memory(tensor.detach().clone().reshape(-1), kept=True)

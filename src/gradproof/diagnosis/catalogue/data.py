@@ -80,6 +80,7 @@ CAUSES = (
             "do_the_rows_meet",
             "are_samples_independent",
             "is_a_view_in_place_of_a_transpose",
+            "do_classes_stay_together",
             "do_positions_run_along_the_sequence",
             "where_does_attention_look",
         ),

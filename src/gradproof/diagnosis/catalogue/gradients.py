@@ -52,7 +52,7 @@ CAUSES = (
         "the accumulated gradient against that of the whole batch",
         "divide each micro-batch's loss by their number, add (not assign) gradients, and step after the last one",
         raised_by=("uneven_windows", "cleared_between_backwards"),
-        experiments=("do_micro_batches_add_up", "is_the_gradient_right"),
+        experiments=("do_micro_batches_add_up", "is_a_loss_walked_again", "is_the_gradient_right"),
     ),
     Cause(
         "grad-clip-misuse",

@@ -170,6 +170,7 @@ CAUSES = (
         raised_by=("loss_not_improving", "stored_data_changed"),
         experiments=(
             "do_two_things_share_memory",
+            "are_arrays_kept_as_they_were",
             "are_two_views_one",
             "is_every_row_the_same",
             "do_stored_data_drift",
