@@ -1,6 +1,5 @@
 """The history of gains: the block that begins to grow is named, not the parameter with the largest gradient."""
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from test_examination import examine
@@ -41,6 +40,7 @@ class Stack(nn.Module):
 
 
 def train(growth, steps=40):
+    """The name of the parameter whose gradient is largest at the end."""
     torch.manual_seed(0)
     model = Stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -51,16 +51,16 @@ def train(growth, steps=40):
         optimizer.step()
         with torch.no_grad():
             model.blocks[3].linear.weight.mul_(growth)
+    return max(model.named_parameters(), key=lambda named: named[1].grad.norm())[0]
 
 
 def test_the_block_that_grows_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(examination, "EXPERIMENTS", ())
-    examine(tmp_path / "run", lambda: train(growth=1.3))
+    largest = examine(tmp_path / "run", lambda: train(growth=1.3))
     run = open_run(tmp_path / "run")
     change = find_gain_change(run)
     assert change.path.startswith("blocks.3") and change.growth > 100
-    norms = run.table("gradient", "norm")
-    assert "blocks" not in norms.names[int(np.nanargmax(norms.values[-1]))]  # the largest norm is elsewhere
+    assert "blocks" not in largest
     finding = next(c for c in diagnose(run).causes if c.family == "exploding-signal")
     assert finding.where.startswith("blocks.3")
     assert any("gain of blocks.3" in line and "at step 1 to" in line for line in finding.evidence)
