@@ -1,6 +1,7 @@
 # make run    a fault planted in a training script, found, explained, and its fix tried
 # make test   lint, types and tests (make test-all adds the slow ones)
 # make docs   the documentation as a website, in site/
+# make dist   wheel and sdist in dist/, each proven in an empty environment
 # All set up everything they need; the set-up is skipped while its inputs have not changed.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all docs lint browser clean
+.PHONY: run test test-all docs dist lint browser clean
 
 run: $(READY)
 	@$(BIN)/gradproof demo
@@ -22,6 +23,12 @@ test-all: lint browser
 docs: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --clean --strict
+
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt hatchling
+	$(BIN)/python -m hatchling build -d dist
+	for package in dist/*; do PYTHON=$(PYTHON) .ci/prove_install $$package || exit 1; done
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -44,4 +51,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) site .cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site dist .cache .pytest_cache .mypy_cache .ruff_cache

@@ -161,11 +161,12 @@ def ce_table(dtype: torch.dtype, n: int, v: int) -> dict:
     row["gradproof in place"] = in_place_ms(x, y)
     row["gradproof in a graph"] = graph_ms(forward_backward(lambda: cross_entropy(x, y), x))
     if liger:
-        row["liger"] = gpu_ms(liger)
+        row |= in_turns({"liger": liger})
     row["share of copy rate"] = limit / row["gradproof"]
     row["share of copy rate in a graph"] = limit / row["gradproof in a graph"]
     peers = [row[p] for p in ("eager", "compile", "liger") if isinstance(row.get(p), float)]
-    row["times the fastest peer"] = min(peers) / row["gradproof"]
+    if peers:
+        row["times the fastest peer"] = min(peers) / row["gradproof"]
     return row
 
 

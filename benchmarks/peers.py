@@ -1,11 +1,33 @@
-"""The same computations by others: torch, torch.compile, and Liger, CCE and quack where installed."""
+"""The same computations by others: torch, torch.compile, and Liger, CCE and quack where installed.
+
+Each is called through its public function. One that is installed and cannot be loaded raises when it is timed: a cell
+of the table says why.
+"""
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradproof.kernels.tensor_stats import LIMITS
+
+
+def public(module: str, name: str) -> Callable[..., Any] | None:
+    """A peer's public function: None where it is not installed, one that raises the reason where it does not load."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        reason = error
+        return None if missing == module.partition(".")[0] else lambda *args, **kwargs: throw(reason)
+
+
+def throw(error: Exception) -> None:
+    raise error
 
 
 def ce_peers(x: Tensor, y: Tensor) -> dict:
@@ -16,18 +38,10 @@ def ce_peers(x: Tensor, y: Tensor) -> dict:
 
     compiled = torch.compile(plain, dynamic=False)
     peers = {"eager": lambda: plain(x, y), "compile": lambda: compiled(x, y)}
-    try:
-        from quack.cross_entropy import cross_entropy as quack_ce
-
-        peers["quack"] = lambda: quack_ce(x, y, ignore_index=-100, reduction="mean")
-    except ImportError:
-        pass
-    try:
-        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-        peers["liger"] = lambda: LigerCrossEntropyFunction.apply(x, y)[0]  # last: it overwrites its input
-    except ImportError:
-        pass
+    if quack := public("quack.cross_entropy", "cross_entropy"):
+        peers["quack"] = lambda: quack(x, y, ignore_index=-100, reduction="mean")
+    if liger := public("liger_kernel.transformers.functional", "liger_cross_entropy"):
+        peers["liger"] = lambda: liger(x, y)  # last: it overwrites its input
     return peers
 
 
@@ -38,18 +52,10 @@ def linear_peers(h: Tensor, w: Tensor, y: Tensor) -> dict:
     peers = {"eager": lambda: plain(h, w, y)}
     compiled = torch.compile(plain, dynamic=False)
     peers["compile"] = lambda: compiled(h, w, y)
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        peers["liger"] = lambda: LigerFusedLinearCrossEntropyFunction.apply(h, w, y)[0]
-    except ImportError:
-        pass
-    try:
-        from cut_cross_entropy import linear_cross_entropy as cce
-
+    if liger := public("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"):
+        peers["liger"] = lambda: liger(h, w, y)
+    if cce := public("cut_cross_entropy", "linear_cross_entropy"):
         peers["cce"] = lambda: cce(h, w, y)
-    except ImportError:
-        pass
     return peers
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import multiprocessing
 import re
 import sys
@@ -71,9 +72,10 @@ def _run(file: Path) -> None:
 
 def symptoms_of(family: str) -> list[str]:
     """What the symptoms that may lead to a family say they look for."""
+    from gradproof.diagnosis.ranks import CHECKS
     from gradproof.diagnosis.symptoms import SYMPTOMS
 
-    names = {find.__name__ for find in SYMPTOMS}
+    names = {find.__name__ for find in (*SYMPTOMS, *CHECKS)}
     found = []
     for file in sorted((SOURCE / "diagnosis").glob("*.py")):
         functions = {name: (summary, text) for name, summary, text in functions_of(file)}
@@ -93,17 +95,14 @@ def reached(name: str, functions: dict[str, tuple[str, str]]) -> list[str]:
     return [functions[name][1] for name in seen]
 
 
-def experiments_of(family: str) -> list[str]:
-    """The questions that can confirm or exclude a family, with what they do."""
-    examination = (SOURCE / "experiments" / "examination.py").read_text()
-    asked = set(re.findall(r"^    (\w+),$", examination[examination.index("GLANCES") :], re.M))
-    found = []
-    for file in sorted((SOURCE / "experiments").glob("*.py")):
-        if family in file.read_text():
-            found += [f"`{name}`: {summary}" for name, summary, _ in functions_of(file) if name in asked]
-    return found
+def questions_of(family: str) -> list[str]:
+    """The questions that can confirm or exclude a family, in the order in which they are asked."""
+    from gradproof.experiments.table import QUESTIONS
+
+    return [f"`{q.name}`: {q.sentence}" for q in QUESTIONS if family in q.families]
 
 
+@functools.cache
 def functions_of(file: Path) -> list[tuple[str, str, str]]:
     """Name, first sentence of the docstring, and source of each function in a file."""
     text = file.read_text()
@@ -122,7 +121,8 @@ def render_finding(diagnosis) -> str:
     """The first finding as the terminal shows it, without the temporary directory."""
     from gradproof.report.text import render_text
 
-    return re.sub(r"(?<=\s)/\S+/(?=[\w-]+\.py)", "", render_text(diagnosis).split("\n\n")[1])
+    temporary = re.compile(r"(?<=\s)/\S+?/(?=(run/\S+/)?[\w-]+\.py)")
+    return temporary.sub("", render_text(diagnosis).split("\n\n")[1])
 
 
 def render_page(family: str, said: str) -> str:
@@ -146,7 +146,7 @@ def render_page(family: str, said: str) -> str:
         bullets(symptoms_of(family)) or "Nothing in the recorded numbers alone; only the experiment sees it.",
         "## What decides it",
         f"{cause.decided_by[0].upper()}{cause.decided_by[1:]}.",
-        bullets(experiments_of(family)),
+        bullets(questions_of(family)),
         "## What to do",
         f"{cause.fix[0].upper()}{cause.fix[1:]}.",
         bullets([f"`{family}/{what}`: {advice}" for what, advice in cause.fixes]),
@@ -189,7 +189,7 @@ def said_on(page: Path) -> str:
 
 
 def main(families: list[str]) -> None:
-    import gradproof.experiments.examination
+    import gradproof.experiments.evidence
     import gradproof.probes.watch  # noqa: F401  before the fork
     from gradproof.diagnosis.causes import CAUSES
 

@@ -39,3 +39,49 @@ def own_warnings_are_errors(monkeypatch):
     from gradproof import errors
 
     monkeypatch.setattr(errors, "print_instead", pytest.fail)
+
+
+@pytest.fixture(autouse=True)
+def gradients_stay_on():
+    """A test that leaves them off fails itself, not all those after it."""
+    yield
+    on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert on, "the test has left gradients switched off"
+
+
+@pytest.fixture(autouse=True)
+def examined_here(request, monkeypatch):
+    """Specimens are examined in this process when a training has ended; a test marked `helper` has the real helper."""
+    if request.node.get_closest_marker("helper"):
+        return
+    from gradproof.probes import helper, watch
+
+    for module in (helper, watch):
+        monkeypatch.setattr(module, "Helper", ExaminesHere)
+
+
+class ExaminesHere:
+    def __init__(self, run, limit=None):
+        self.run = run
+
+    def announcements(self):
+        return []
+
+    def finish(self, show=None):
+        examine_here(self.run)
+
+    def stop(self):
+        pass
+
+
+def examine_here(run, **options):
+    from gradproof.examination.examiner import Examiner
+    from gradproof.examination.worker import Here
+
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    examiner = Examiner(Path(run), [Here()], **options)
+    examiner.end(None, examiner.ask_all())
+    torch.set_rng_state(state)
+    torch.set_num_threads(threads)
+    return examiner

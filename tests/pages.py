@@ -1,7 +1,7 @@
 """Runs what a page of the docs shows, block by block, in one directory.
 
     ```python                 is executed
-    ```python title="a.py"    is written to a.py
+    ```python title="a.py"    is written to a.py, ```c title="a.c" to a.c
     ```diff title="a.py"      is applied to a.py
     ```sh                     each line is a command that has to succeed
     ```text                   the findings it names must be in what the commands before it said
@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-import gradproof.experiments.examination
-import gradproof.probes.watch  # noqa: F401  both before any fork
+import gradproof.examination.worker
+import gradproof.experiments.evidence
+import gradproof.probes.watch  # noqa: F401  all before any fork
 from gradproof.diagnosis.causes import CAUSES
 
 FENCE = re.compile(r'^(?:<!-- (.*?) -->\n)?```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
@@ -57,7 +58,7 @@ def run_page(page: Path, directory: Path, slow: bool = False) -> None:
         if block.language == "text":
             missing = set(FINDING.findall(block.text)) - set(FINDING.findall(said))
             assert not missing, f"{page.name} shows {sorted(missing)}, the commands said:\n{said}"
-        elif block.title and block.language == "python":
+        elif block.title and block.language in ("python", "c"):
             (directory / block.title).write_text(block.text)
         elif block.title and block.language == "diff":
             apply_changes(directory / block.title, block.text)
@@ -97,6 +98,9 @@ def _in_directory(run, text: str, directory: Path, output: Path) -> None:
         os.dup2(stream.fileno(), 2)
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
     sys.path.insert(0, str(directory))
+    for name, module in list(sys.modules.items()):  # of other tests, beside whose pages other files stand
+        if "/pytest-of-" in str(getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
     warnings.resetwarnings()
     torch.manual_seed(0)
     torch.set_num_threads(1)

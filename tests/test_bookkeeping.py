@@ -10,6 +10,7 @@ from torch import nn
 
 import gradproof
 from gradproof.diagnosis import bookkeeping
+from gradproof.diagnosis.curves import trains_well
 from gradproof.record.run import open_run
 from gradproof.record.writer import RunWriter
 
@@ -84,6 +85,24 @@ def test_functional_dropout_that_is_always_on(tmp_path):
     assert "test_bookkeeping.py:" in causes["train-eval-mode-error/functional-dropout"].where
 
 
+class Attends(Net):
+    def __init__(self, asks):
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, x):
+        h = self.first(x)[:, None]
+        p = 0.0 if self.asks and not self.training else 0.2
+        return self.last(F.scaled_dot_product_attention(h, h, h, dropout_p=p)[:, 0])
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_attention_that_drops_in_eval_mode(tmp_path, asks):
+    causes = train(tmp_path, model=Attends(asks), after_epoch=validate)
+    found = causes.get("train-eval-mode-error/functional-dropout")
+    assert (found is None) == asks and (asks or "dropout_p" in found.evidence[0])
+
+
 class MadeInForward(Net):
     def forward(self, x):
         return self.last(nn.Dropout(0.2)(self.first(x)))
@@ -105,6 +124,7 @@ def test_a_dropout_that_eval_does_not_reach(tmp_path, model):
 
 def test_nothing_stays_wrapped():
     before = torch.no_grad.__enter__, nn.Module.eval, nn.Module.load_state_dict, torch.load, F.dropout
+    attention = F.scaled_dot_product_attention
     model = Net()
     with (
         gradproof.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), out=None) as run,
@@ -118,6 +138,7 @@ def test_nothing_stays_wrapped():
         torch.load,
         F.dropout,
     )
+    assert F.scaled_dot_product_attention is attention
     for file in run.path.iterdir():
         file.unlink()
     run.path.rmdir()
@@ -155,6 +176,69 @@ def test_clip_of_other_parameters(tmp_path, whole):
     assert whole or found.confidence == "proven"
 
 
+def train_masters(path, masters_of, clipped_of, clear=True, steps=12):
+    """A bfloat16 model whose gradients are clipped and copied to float32 masters, which the optimizer steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1)).to(torch.bfloat16)
+    weights = list(model.parameters())
+    masters, clipped = masters_of(weights), clipped_of(model)
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    x = torch.randn(32, 4).to(torch.bfloat16)
+    with gradproof.watch(model, optimizer, out=path, experiments=False):
+        for _ in range(steps):
+            F.mse_loss(model(x), x[:, :1]).backward()
+            nn.utils.clip_grad_norm_(clipped, 1.0)
+            gradients = [p.grad.float() for p in weights]
+            if len(masters) == 1:
+                gradients = [torch.cat([g.reshape(-1) for g in gradients])]
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
+            if clear:
+                model.zero_grad()
+            optimizer.step()
+            with torch.no_grad():
+                new = torch.cat([master.reshape(-1) for master in masters])
+                for p, part in zip(weights, new.split([p.numel() for p in weights]), strict=True):
+                    p.copy_(part.view_as(p))
+            model.zero_grad()
+    return {cause.id for cause in gradproof.diagnose(path).causes if cause.level != "note"}
+
+
+def float_copies(weights):
+    return [p.detach().float().clone() for p in weights]
+
+
+def flat_copy(weights):
+    return [torch.cat([p.detach().float().reshape(-1) for p in weights])]
+
+
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("masters_of", [float_copies, flat_copy])
+def test_master_weights_go_with_the_parameters_that_are_clipped(masters_of, clear, tmp_path):
+    own = train_masters(tmp_path / "own", masters_of, lambda model: list(model.parameters()), clear)
+    assert "grad-clip-misuse/wrong-parameters" not in own
+    # a copy that was made before training is as good as the model at the first step, and then no longer
+    other = train_masters(
+        tmp_path / "other", masters_of, lambda m: list(copy.deepcopy(m).parameters()), clear
+    )
+    assert "grad-clip-misuse/wrong-parameters" in other
+
+
+def test_ones_and_zeros_that_two_models_share_make_no_copies(tmp_path):
+    """A transformer's norms and biases are the same in any two of them before training."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(4, 16), *(nn.LayerNorm(16) for _ in range(8)), nn.Linear(16, 1))
+        for layer in (model[0], model[-1]):
+            nn.init.zeros_(layer.bias)
+        return model
+
+    other = make()
+    clip = lambda m: nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # noqa: E731
+    causes = train(tmp_path, model=make(), optimizer=lambda p: torch.optim.SGD(p, lr=1e-6), clip=clip)
+    assert causes["grad-clip-misuse/wrong-parameters"].confidence == "proven"
+
+
 def test_clip_of_one_tensor_at_a_time(tmp_path):
     def clip(model):
         for parameter in model.parameters():
@@ -183,6 +267,62 @@ def test_schedules(tmp_path, what):
     )
     named = [id for id in causes if id.startswith("lr-schedule-error")]
     assert named == ([f"lr-schedule-error/{what}"] if what.strip() else [])
+
+
+def noam(scale, warmup):
+    return lambda s: scale * min((s + 1) ** -0.5, (s + 1) * warmup**-1.5)
+
+
+MEANT = {  # learning rate that Adam is given, schedule
+    "noam from 1": (1.0, lambda o: torch.optim.lr_scheduler.LambdaLR(o, noam(0.1, 10))),
+    "noam from a small rate": (0.1, lambda o: torch.optim.lr_scheduler.LambdaLR(o, noam(1.0, 40))),
+    "noam whose peak is its base": (0.1, lambda o: torch.optim.lr_scheduler.LambdaLR(o, noam(1.0, 100))),
+    "a factor": (1.0, lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 0.01 * 0.99**s)),
+    "the start of a long warmup": (
+        1.0,
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: (s + 1) / 5000),
+    ),
+    "short cycles": (0.02, lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 20)),
+}
+
+
+@pytest.mark.parametrize("what", MEANT)
+def test_schedules_that_are_meant(tmp_path, what):
+    """The rates that come of them train well, whatever the optimizer was given."""
+    rate, schedule = MEANT[what]
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    scheduler = schedule(optimizer)
+    causes = train(
+        tmp_path, model=model, optimizer=lambda _: optimizer, each_step=lambda _: scheduler.step(), epochs=14
+    )
+    assert not [id for id in causes if id.startswith("lr-schedule-error")]
+    assert trains_well(open_run(tmp_path / "run"))
+
+
+def test_a_rate_that_stays_far_below_is_a_suspicion_where_nothing_is_learned(tmp_path):
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1e-5 * 0.99**s)
+    causes = train(
+        tmp_path, model=model, optimizer=lambda _: optimizer, each_step=lambda _: scheduler.step(), epochs=6
+    )
+    (found,) = [cause for id, cause in causes.items() if id.startswith("lr-schedule-error/multiplied")]
+    assert found.level == "warning" and found.confidence != "proven"
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_rate_that_dies_when_all_is_learned(tmp_path, learned):
+    writer = RunWriter(tmp_path / "run", {"optimizers": [{"class": "SGD", "base_lr": 0.1}]})
+    for step in range(200):
+        loss = 2.0 * (0.8 if learned else 0.999) ** step + (0.001 if learned else 0.0)
+        lr = 0.1 * 0.85**step
+        writer.write_step(
+            {"step": step, "loss": loss, "lr": lr, "optimizer": 0, "order": "zbsl", "backwards": 1}
+        )
+    writer.close()
+    (found,) = list(bookkeeping.schedule(open_run(tmp_path / "run")))
+    assert (found.name, found.level) == ("dies-early", "note" if learned else "problem")
 
 
 SETTINGS = {
@@ -249,6 +389,43 @@ def test_windows_of_micro_batches(tmp_path):
     assert uneven == {"grad-accumulation-error/uneven-windows"}
     cleared = accumulate(tmp_path / "d", lambda i: (i + 1) % 4 == 0, clear_each=True)
     assert cleared == {"grad-accumulation-error/overwritten"}
+
+
+@pytest.mark.parametrize(
+    "steps, elsewhere, found", [(40, False, True), (100, False, False), (40, True, False)]
+)
+def test_steps_that_stop_while_gradients_go_on(tmp_path, steps, elsewhere, found):
+    """Of 100 backwards; those at another line may be those of an attack, or of an explanation."""
+    model, x = nn.Linear(4, 1), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradproof.watch(model, optimizer, out=tmp_path / "run", experiments=False):
+        for step in range(100):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if elsewhere and step >= steps:
+                loss.backward()
+            else:
+                loss.backward()
+            if step < steps:
+                optimizer.step()
+    seen = list(bookkeeping.steps_stopped(open_run(tmp_path / "run")))
+    assert [s.suspects for s in seen] == ([("param-not-updated/steps-stopped",)] if found else [])
+
+
+@pytest.mark.parametrize(
+    "facts, found",
+    [
+        ({}, True),
+        ({"moved_between_backwards": True}, False),
+        ({"lines": {"backward": ["a.py:1", "a.py:2"]}}, False),
+    ],
+)
+def test_backwards_with_a_purpose_of_their_own(tmp_path, facts, found):
+    writer = RunWriter(tmp_path / "run", {"optimizers": [{"name": "a", "class": "SGD"}], "facts": facts})
+    for step in range(20):
+        writer.write_step({"step": step, "loss": 1.0, "order": "bzbs", "lr": 0.1, "backwards": 2})
+    writer.close()
+    assert bool(list(bookkeeping.cleared_between_backwards(open_run(tmp_path / "run")))) == found
 
 
 def test_two_stages_of_training_may_have_windows_of_their_own(tmp_path):

@@ -42,6 +42,7 @@ def test_fails_by_itself(watched):
 """
 
 
+@pytest.mark.slow
 def test_the_fixture_fails_what_is_sick_and_says_why(tmp_path):
     for name, text in (("train", HEALTHY), ("sick", SICK), ("test_train", TEST)):
         (tmp_path / f"{name}.py").write_text(text)

@@ -4,6 +4,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from examined import write_examination
 from pages import run_apart, run_line
 
 from gradproof.record.run import open_run
@@ -11,6 +12,7 @@ from gradproof.record.schema import STATISTICS, STATISTICS_FRAME
 from gradproof.record.source import SCRIPT_COPY, describe_source, find_commit
 from gradproof.record.writer import RunWriter
 from gradproof.report.comparison import compare_trainings, describe_arguments, label_runs
+from gradproof.report.comparison_text import render_comparison
 
 SCRIPT = "import torch\nlr = {lr}\nprint('training')\n"
 
@@ -25,7 +27,7 @@ def write_run(path, losses, command=("train.py",), lr=0.1, norm=1.0, torch="2.13
         "parameters": [{"name": "w", "shape": [2, 2], "dtype": "float32", "trainable": True, "optimizer": 0}],
     }
     writer = RunWriter(path, info)
-    writer.keep_file(SCRIPT_COPY, SCRIPT.format(lr=lr).encode())
+    writer.append(SCRIPT_COPY, SCRIPT.format(lr=lr).encode())
     for step, loss in enumerate(losses):
         rows = np.full((1, len(STATISTICS)), norm)
         writer.write_frame(STATISTICS_FRAME, step, np.array([writer.add_tensor("gradient", "w")]), rows)
@@ -45,6 +47,15 @@ def test_the_same_run_twice_differs_in_nothing(tmp_path):
     assert found.labels == ("a (1)", "a (2)")
     assert found.differences == () and found.tensors == () and found.code == ("", "")
     assert found.apart_since == (None, None) and found.health[0] == found.health[1]
+
+
+def test_only_what_was_asked_is_called_good(tmp_path):
+    write_run(tmp_path / "a", FALLING)
+    write_examination(write_run(tmp_path / "b", FALLING).path)
+    runs = [open_run(tmp_path / name) for name in "ab"]
+    lines = render_comparison(compare_trainings(runs), runs, 100, False).splitlines()
+    (health,) = [line.split() for line in lines if line.startswith("  health")]
+    assert health == ["health", "nothing", "found", "good"]
 
 
 def test_every_planted_difference_is_named(tmp_path):

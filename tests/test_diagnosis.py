@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradproof
-from gradproof.diagnosis import symptoms
+from gradproof.diagnosis import ranking, symptoms
 from gradproof.diagnosis.causes import BY_FAMILY
-from gradproof.diagnosis.findings import LEVELS, Diagnosis, Finding
-from gradproof.diagnosis.ranking import diagnose, fold_consequences, rank
+from gradproof.diagnosis.findings import LEVELS, Diagnosis, Finding, Symptom
+from gradproof.diagnosis.ranking import (
+    PROOFS,
+    RECORDED,
+    add_suspicions,
+    diagnose,
+    finding_of_suspicion,
+    fold_consequences,
+    rank,
+)
 from gradproof.diagnosis.series import trend
 from gradproof.record.run import open_run
 from gradproof.record.schema import STATISTICS, STATISTICS_FRAME, json_line
@@ -551,7 +561,45 @@ def test_rank_gravest_then_surest_then_earliest():
 
 
 def verdict(family, answer, **facts):
-    return {"family": family, "id": f"{family}/tested", "verdict": answer, **facts}
+    return {"family": family, "id": f"{family}/tested", "verdict": answer, "confidence": "proven", **facts}
+
+
+@pytest.mark.parametrize("said", [{}, {"confidence": None}, {"confidence": ""}])
+def test_a_verdict_that_does_not_say_how_sure_it_is_is_only_possible(written, said):
+    made = written(loss=FALLING)
+    plain = {**verdict("wrong-gradient", "confirmed"), **said}
+    made.event("verdict", **(plain if said else {k: v for k, v in plain.items() if k != "confidence"}))
+    (cause,) = diagnose(made.read()).causes
+    assert (cause.level, cause.confidence) == ("problem", "possible")
+
+
+def test_what_is_read_off_the_record_is_likely_and_what_leaves_no_doubt_is_proven():
+    catalogue = Path(ranking.__file__).parent
+    source = "".join(file.read_text() for file in catalogue.glob("*.py") if file.stem != "ranking")
+    assert not set(PROOFS) & set(RECORDED)
+    for name in (*PROOFS, *RECORDED):
+        assert f'"{name}"' in source or f'/{name}"' in source, name
+        for level in ("problem", "warning"):
+            said = finding_of_suspicion("lr-too-high/x", [Symptom(name, level, "seen")])
+            assert said.confidence == ("proven" if name in PROOFS else "likely")
+    assert finding_of_suspicion("lr-too-high/x", [Symptom("x", "warning", "")]).confidence == "possible"
+
+
+def test_beside_a_proven_problem_only_suspicions_become_warnings():
+    proven = finding("wrong-gradient", "problem", "proven")
+    curve, record = finding("lr-too-high"), finding("lr-schedule-error")
+    found = {f.family: f.level for f in add_suspicions([proven], [curve, record], {record.id})}
+    assert found == {"wrong-gradient": "problem", "lr-too-high": "warning", "lr-schedule-error": "problem"}
+    alone = add_suspicions([], [curve, record], {record.id})
+    assert [f.level for f in alone] == ["problem", "problem"]
+
+
+@pytest.mark.parametrize("what", ["dies-early", "warmup-never-ends", "multiplied"])
+def test_a_schedule_that_makes_steps_short_comes_before_short_steps(what):
+    short = finding("lr-too-low", "problem", "proven")
+    schedule = replace(finding("lr-schedule-error", "warning"), id=f"lr-schedule-error/{what}")
+    first, second = rank([short, schedule])
+    assert (first.family, first.level, second.family) == ("lr-schedule-error", "problem", "lr-too-low")
 
 
 def test_verdicts_outrank_symptoms(written):
@@ -610,7 +658,7 @@ def test_an_empty_run(written):
 def test_a_run_of_one_step(tmp_path):
     model, optimizer = small_model()
     found = diagnose(train(tmp_path / "run", model, optimizer, regression(model, optimizer), steps=1))
-    assert found.causes == () and "1 step\n" in render_text(found)
+    assert found.causes == () and "1 step: 1 watched, 0 taped, 0 questions asked\n" in render_text(found)
 
 
 def test_a_run_of_nothing_but_nan(written):
@@ -662,11 +710,13 @@ def test_color_is_for_terminals_that_want_it(monkeypatch):
 def test_a_diagnosis_as_data_and_as_a_sentence(written):
     found = diagnose(written(loss=FALLING[::-1]).read())
     data = json.loads(json_line(found.as_data()))
-    assert set(data) == {"run", "steps", "causes", "symptoms", "excluded", "cost", "notes", "next_steps"}
+    lists = {"causes", "symptoms", "excluded", "notes", "next_steps"}
+    words = {"failure", "raised", "stopped", "conclusion"}
+    assert set(data) == {"run", "steps", "cost", "examination", "counted", "sure", *words, *lists}
     keys = {"family", "id", "level", "confidence", "where", "step", "evidence", "fix", "title"}
     assert set(data["causes"][0]) >= keys and isinstance(data["causes"][0]["evidence"], list)
     assert str(found) == "problem: the steps overshoot (likely)"
-    assert str(Diagnosis("runs/a", 3)).startswith("nothing is wrong")
+    assert str(Diagnosis("runs/a", 3)).startswith("No problem was found in the recorded numbers")
     assert all(s["level"] in LEVELS for s in data["symptoms"])
 
 
@@ -677,6 +727,14 @@ def test_a_loss_that_is_negative_at_times_may_rise(written, last, level):
     run = written(loss=np.linspace(-0.7, last, 120) + noise, lr=[1e-3] * 120).read()
     names = {"note": "objective_rising", "problem": "loss_rising"}
     assert seen(run)[names[level]] == level and diagnose(run).worst == level
+
+
+@pytest.mark.parametrize("back, level", [(True, "note"), (False, "problem")])
+def test_a_loss_that_has_leapt_and_come_back_is_not_rising(written, back, level):
+    """A codebook that is found late: four times the loss for a while, and down again when the run ends."""
+    leap = [*np.linspace(13, 60, 12), *np.geomspace(58, 13 if back else 50, 12)]
+    run = written(loss=[*np.linspace(14, 12, 36), *leap], lr=[1e-3] * 60).read()
+    assert seen(run)["loss_came_back" if back else "loss_rising"] == level
 
 
 def placed(family, where="net (a.py:3)", confidence="proven"):
@@ -811,3 +869,43 @@ def test_a_clip_that_sets_the_step(tmp_path, limit, kind, found):
         writer.write_step({**row, "norm_before_clip": 2.0, "clip_limit": limit})
     writer.close()
     assert ("clip_sets_the_step" in seen(open_run(tmp_path / "run"))) == found
+
+
+@pytest.mark.parametrize("way", ["assigned", "copied"])
+def test_gradients_of_master_weights_may_stay(tmp_path, way):
+    """They are written anew at each step; the backward adds to the model's own, which are cleared."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).bfloat16()
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    x = torch.randn(64, 8).bfloat16()
+    with gradproof.watch(model, optimizer, out=tmp_path / "run", experiments=False):
+        for _ in range(12):
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            for p, master in zip(model.parameters(), masters, strict=True):
+                if way == "assigned" or master.grad is None:
+                    master.grad = p.grad.float()
+                else:
+                    master.grad.copy_(p.grad)
+                p.grad = None
+            optimizer.step()
+            with torch.no_grad():
+                for p, master in zip(model.parameters(), masters, strict=True):
+                    p.copy_(master)
+    run = open_run(tmp_path / "run")
+    assert list(symptoms.order_of_calls(run)) == []
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_what_matters_only_in_trouble_stands_behind_a_rate_that_died(written, died):
+    """A loss that stays where it is: because nothing moves any more, or because the first inputs are forgotten."""
+    lr = 0.1 * 0.9 ** np.arange(300) if died else np.full(300, 0.1)
+    made = written(
+        loss=2.0 + 0.01 * np.cos(np.arange(300)), lr=lr, grad_norm=np.ones(300), order=["zbsl"] * 300
+    )
+    made.event(
+        "verdict", **verdict("vanishing-signal", "confirmed", id="vanishing-signal/time", if_troubled=True)
+    )
+    first, *_ = diagnose(made.read()).causes
+    assert first.id == ("lr-schedule-error/dies-early" if died else "vanishing-signal/time")
+    assert first.level == "problem"

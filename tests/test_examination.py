@@ -7,31 +7,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trainings
+from conftest import examine_here
 from torch import nn
 
 from gradproof.diagnosis.findings import Exclusion
 from gradproof.diagnosis.ranking import diagnose
-from gradproof.experiments import examination
+from gradproof.examination import examiner
+from gradproof.experiments import owners
 from gradproof.experiments.evidence import confirmed, excluded
-from gradproof.experiments.examination import Examination
 from gradproof.probes import taping as taping_module
 from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names
-from gradproof.probes.taping import Taping
+from gradproof.probes.taping import begin_taping
 from gradproof.probes.watch import open_session
 from gradproof.record.run import open_run
 from gradproof.record.writer import RunWriter
 
 
-def examine(path, training, **options):
-    """Run a training, watched and examined as `gradproof run` does it; what the training returned."""
+def examine(path, training, questions=(), **options):
+    """Run a training, watched and taped as `gradproof run` does it; ask its specimens; what the training returned."""
     session = open_session(path, command=["test"], names=Names())
-    session.taping = Taping(session.names, Examination(session), session.fail, **options)
+    begin_taping(session, **options)
     with attach(session):
         try:
             return training()
         finally:
             session.close()
+            examine_here(path, only=questions)
 
 
 def outcome_of(kind):
@@ -49,7 +51,7 @@ def test_training_is_bit_identical(kind, tmp_path):
     assert torch.equal(examined[2], plain[2])
     run = open_run(tmp_path / "run")
     assert run.info["cost"]["taped_steps"] >= 2
-    assert not [event for event in run.events if event["event"] == "experiment_failed"], run.events
+    assert not [event for event in run.events if event.get("outcome") == "failed"], run.events
     assert diagnose(run).worst != "problem"
 
 
@@ -122,7 +124,7 @@ def test_a_nan_is_caught_in_the_act(tmp_path):
 
 
 def test_every_gradient_s_error_is_kept_for_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(examination, "MOST_SHADOWS", 2)
+    monkeypatch.setattr(examiner, "MOST_SHADOWS", 2)
     examine(tmp_path / "run", regression)
     shadows = [event for event in open_run(tmp_path / "run").events if event["event"] == "shadow"]
     assert len(shadows) == 2
@@ -136,10 +138,12 @@ def test_an_experiment_that_fails_is_noted_and_left_out(tmp_path, monkeypatch):
         raise RuntimeError("planted")
         yield
 
-    monkeypatch.setattr(examination, "EXPERIMENTS", (broken, *examination.EXPERIMENTS))
+    monkeypatch.setattr(owners, "does_the_optimizer_hold_everything", broken)
     examine(tmp_path / "run", lambda: regression(function=HalfTanh.apply))
-    failed = [e for e in open_run(tmp_path / "run").events if e["event"] == "experiment_failed"]
-    assert len(failed) == 1 and "planted" in failed[0]["error"]
+    failed = [e for e in open_run(tmp_path / "run").events if e.get("outcome") == "failed"]
+    assert failed and all(
+        "planted" in e["reason"] and e["question"].endswith("hold_everything") for e in failed
+    )
     assert first_cause(tmp_path / "run").family == "wrong-gradient"
 
 
@@ -167,19 +171,23 @@ def test_the_last_verdict_of_an_experiment_counts_unless_an_earlier_one_is_lasti
     examine(tmp_path / "run", lambda: regression(steps=8))
     found = write_verdicts(
         tmp_path / "run",
-        ("a", confirmed("lr-too-high/x", "seen")),
+        ("a", confirmed("lr-too-high/x", "seen", confidence="proven")),
         ("a", excluded("lr-too-high", "no longer")),
     )
     assert not found.causes and found.excluded[0].reason == "no longer"
     found = write_verdicts(
         tmp_path / "run",
-        ("a", confirmed("lr-too-high/x", "seen", lasting=True)),
+        ("a", confirmed("lr-too-high/x", "seen", confidence="proven", lasting=True)),
         ("a", excluded("lr-too-high", "no longer")),
     )
     assert found.causes[0].id == "lr-too-high/x"
-    found = write_verdicts(tmp_path / "run", ("a", confirmed("bad-init/x", "seen", if_troubled=True)))
+    found = write_verdicts(
+        tmp_path / "run", ("a", confirmed("bad-init/x", "seen", confidence="proven", if_troubled=True))
+    )
     assert found.worst == "note"  # this training shows no trouble
-    found = write_verdicts(tmp_path / "run", ("a", confirmed("lr-too-high/x", "seen", if_troubled=True)))
+    found = write_verdicts(
+        tmp_path / "run", ("a", confirmed("lr-too-high/x", "seen", confidence="proven", if_troubled=True))
+    )
     assert not found.causes  # a little too high at one step and too low at another: every good rate is
 
 
@@ -207,20 +215,37 @@ def test_a_loss_that_rises_long_after_the_last_tape_is_still_suspected(tmp_path)
         assert bool([c for c in causes if c.family == "lr-too-high"]) == suspected
 
 
-def test_an_examination_that_takes_too_long_goes_on_at_the_next_step(monkeypatch):
-    from types import SimpleNamespace
+class Crowded:
+    """A worker on a GPU without room, until there is some."""
 
-    from gradproof.experiments import examination
+    def __init__(self):
+        self.asked, self.room = [], False
 
-    asked = []
-    monkeypatch.setattr(examination, "EXPERIMENTS", tuple(range(5)))
-    monkeypatch.setattr(examination, "LONGEST", -1.0)
-    session = SimpleNamespace(writer=None, facts={})
-    examine = examination.Examination(session)
-    monkeypatch.setattr(examine, "_run", lambda experiment, evidence: asked.append(experiment))
-    for _ in range(6):
-        examine._run_for_a_while(None)
-    assert asked == [0, 1, 2, 3, 4, 0]
-    monkeypatch.setattr(examination, "LONGEST", 60.0)
-    examine._run_for_a_while(None)
-    assert asked[6:] == [1, 2, 3, 4, 0]
+    def ask(self, limit, what, **request):
+        if what == "extras":
+            return {}
+        if not self.room:
+            return {"later": "the GPU has 1 GB free", "seconds": 0.0}
+        self.asked.append(request["question"])
+        return {"verdicts": [], "noted": {}, "seconds": 0.0}
+
+    def warm_up(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_what_finds_no_room_on_a_gpu_is_asked_later_or_said_not_to_be(tmp_path):
+    examine(tmp_path / "run", lambda: regression(steps=4), questions=("where_was_it_born",))
+    worker = Crowded()
+    asks = examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",))
+    assert asks.ask_all() == 0 and not worker.asked
+    worker.room = True
+    asks.ask_again_what_had_to_wait()
+    assert asks.ask_all() == 0 and "do_shapes_meet" in worker.asked
+    worker.room = False
+    asks = examiner.Examiner(tmp_path / "run", [worker], only=("do_targets_line_up",))
+    asks.end(None, asks.ask_all())
+    said = [e for e in open_run(tmp_path / "run").events if e.get("question") == "do_targets_line_up"]
+    assert said and {(e["outcome"], e["reason"]) for e in said} == {("not asked", "the GPU has 1 GB free")}

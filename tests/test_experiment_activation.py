@@ -71,3 +71,13 @@ def test_a_fitting_end_is_excluded(name):
     assert not confirmed_ids(does_the_output_fit_the_loss, evidence)
     if name != "soft targets":  # no operation of which the tape knows the target
         assert excluded_families(does_the_output_fit_the_loss, evidence) == ["loss-activation-mismatch"]
+
+
+def test_a_softmax_over_the_batch_is_not_said_to_make_rows_that_sum_to_one():
+    """Over the classes each row sums to 1, and it is said; over the batch it is another sentence that is true."""
+    for dim, said in ((1, True), (0, False)):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(dim))
+        x, y = torch.randn(12, 4), torch.arange(12) % 3
+        evidence = evidence_of(model, lambda: nn.functional.cross_entropy(model(x), y))  # noqa: B023
+        (found,) = [v for v in does_the_output_fit_the_loss(evidence) if v.id]
+        assert ("each row sums to 1" in found.evidence[0]) == said

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from taped_trainings import examine, plain_step
+from taped_trainings import examine, ids, plain_step
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradproof
-from gradproof.experiments.averages import how_slow_is_the_average
+from gradproof.experiments.averages import does_the_average_follow
 
 ID = "weights-state-error/average-too-slow"
 
@@ -45,8 +45,8 @@ def test_the_decay_is_read_from_the_operations(way):
                 way(slow, fast, 0.99)
         return loss
 
-    examine(how_slow_is_the_average, model, optimizer, step, steps=2, memory=memory)
-    facts = memory["facts"]["average"]
+    examine(does_the_average_follow, model, optimizer, step, steps=2, memory=memory)
+    facts = memory["noted"]["average"]
     assert facts["tensors"] == 4 and facts["module"] and not facts["in_training"]
     assert [decay for _, decay in facts["decays"]] == pytest.approx([0.99, 0.99])
 
@@ -74,6 +74,9 @@ def train(tmp_path, decay, teaches=False, evaluates=True, averaged=None):
                 with torch.no_grad():
                     for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
                         slow.mul_(now).add_(fast, alpha=1 - now)
+            if evaluates == "often" and number % 6 == 1:  # also in steps that are taped
+                with torch.no_grad():
+                    average(x)
         if evaluates:
             with torch.no_grad():
                 average(x)
@@ -81,7 +84,7 @@ def train(tmp_path, decay, teaches=False, evaluates=True, averaged=None):
 
 
 def test_an_average_too_slow_for_its_run(tmp_path):
-    assert train(tmp_path, 0.9999).get(ID) == "problem"
+    assert train(tmp_path, 0.9999, evaluates="often").get(ID) == "problem"
 
 
 def test_torchs_own_averaged_model(tmp_path):
@@ -125,3 +128,43 @@ def test_an_average_kept_in_a_dict(tmp_path, rebinds, decay, level):
                         average[name].lerp_(p, 1 - decay)
     found = {c.id: c.level for c in gradproof.diagnose(tmp_path / "run").causes}
     assert found.get(ID) == level  # nobody sees who uses the dict: a warning
+
+
+def averaged_verdicts(model, x, follow):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train = plain_step(model, optimizer, lambda: model(x).pow(2).mean())
+
+    def step():
+        loss = train()
+        follow()
+        return loss
+
+    return examine(does_the_average_follow, model, optimizer, step, steps=5)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_average_with_a_wrong_formula(right):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    average, x = copy.deepcopy(model), torch.randn(16, 4)
+
+    def follow():
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.mul_(0.9 if right else 0.1).add_(fast, alpha=0.1)
+
+    found = averaged_verdicts(model, x, follow)
+    assert ids(found) == (set() if right else {"weights-state-error/average"})
+
+
+def test_average_that_begins_at_zero_is_silent():
+    model = nn.Linear(4, 1)
+    average, x = copy.deepcopy(model), torch.randn(16, 4)
+    for parameter in average.parameters():
+        nn.init.zeros_(parameter)
+
+    def follow():
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.2)
+
+    assert not ids(averaged_verdicts(model, x, follow))

@@ -124,3 +124,15 @@ def test_pairs_that_change_and_targets_that_depend_on_the_rest_of_the_batch():
         return F.mse_loss(model(nodes[rows]), nodes[rows[torch.randperm(20)]][:, :3])
 
     assert last_verdict(shuffled_apart).id == "data-target-misaligned/pairs-change"
+
+
+def test_several_epochs_on_one_rollout_are_meant():
+    """What is there from step to step was not fetched twice."""
+    torch.manual_seed(0)
+    rollouts = [torch.randn(30, 5) for _ in range(20)]
+    labels = torch.randint(0, 3, (30,))
+
+    def step(model, n):
+        return F.cross_entropy(model(rollouts[n // 3]), labels)
+
+    assert not last_verdict(step).id

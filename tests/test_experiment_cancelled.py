@@ -8,12 +8,18 @@ from taped_trainings import examine, ids, plain_step
 from torch import nn
 from torch.distributions import Categorical, Normal
 
-from gradproof.experiments.cancelled import does_a_ratio_cancel
+from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 
 
 def verdicts(make_loss, model):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return examine(does_a_ratio_cancel, model, optimizer, plain_step(model, optimizer, make_loss), steps=2)
+    return examine(
+        does_gradient_reach_what_it_must_not,
+        model,
+        optimizer,
+        plain_step(model, optimizer, make_loss),
+        steps=2,
+    )
 
 
 def policy():

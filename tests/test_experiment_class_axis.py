@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.class_axis import ID, do_classes_stay_together
+from gradproof.experiments.shapes import do_shapes_meet
+
+MIXED = ["axis-or-shape-error/classes-of-different-places"]
 
 B, C, SIZE = 4, 3, 6
 
@@ -18,7 +20,7 @@ def found(arrange, channels=C, size=SIZE, layer=None, make_loss=F.cross_entropy,
     images = torch.randn(B, 2, size, size)
     targets = torch.randint(0, C, (B * size * size,)) if targets is None else targets
     evidence = evidence_of(layer, lambda: make_loss(arrange(layer(images)), targets))
-    return confirmed_ids(do_classes_stay_together, evidence)
+    return confirmed_ids(do_shapes_meet, evidence)
 
 
 def focal(scores, targets):
@@ -27,26 +29,38 @@ def focal(scores, targets):
 
 
 def test_pixels_of_one_class_in_place_of_the_classes_of_one_pixel():
-    assert found(lambda scores: scores.reshape(-1, C)) == [ID]
-    assert found(lambda scores: scores.flatten(2).reshape(-1, C) / 0.5) == [ID]
-    assert found(lambda scores: scores.reshape(-1, C), size=5, targets=torch.randint(0, C, (B * 25,))) == [ID]
-    assert found(lambda scores: scores.reshape(-1, C), make_loss=focal) == [ID]
+    assert found(lambda scores: scores.reshape(-1, C)) == MIXED
+    assert found(lambda scores: scores.flatten(2).reshape(-1, C) / 0.5) == [
+        "axis-or-shape-error/classes-of-different-places"
+    ]
+    assert found(lambda scores: scores.reshape(-1, C), size=5, targets=torch.randint(0, C, (B * 25,))) == [
+        "axis-or-shape-error/classes-of-different-places"
+    ]
+    assert found(lambda scores: scores.reshape(-1, C), make_loss=focal) == [
+        "axis-or-shape-error/classes-of-different-places"
+    ]
 
 
 def test_a_map_that_is_scaled_up_first():
     targets = torch.randint(0, C, (B * 4 * SIZE * SIZE,))
-    assert found(lambda s: F.interpolate(s, scale_factor=2).reshape(-1, C), targets=targets) == [ID]
+    assert found(lambda s: F.interpolate(s, scale_factor=2).reshape(-1, C), targets=targets) == [
+        "axis-or-shape-error/classes-of-different-places"
+    ]
 
 
 def test_time_in_place_of_classes():
     layer = nn.Sequential(nn.Flatten(2), nn.Conv1d(2, C, 1))
-    assert found(lambda scores: scores.view(-1, C), layer=layer) == [ID]
+    assert found(lambda scores: scores.view(-1, C), layer=layer) == [
+        "axis-or-shape-error/classes-of-different-places"
+    ]
     assert found(lambda scores: scores.transpose(1, 2).reshape(-1, C), layer=layer) == []
 
 
 def test_anchors_that_are_not_moved():
     targets = torch.randint(0, C, (B * 2 * SIZE * SIZE,))
-    assert found(lambda s: s.view(B, -1, C).view(-1, C), channels=2 * C, targets=targets) == [ID]
+    assert found(lambda s: s.view(B, -1, C).view(-1, C), channels=2 * C, targets=targets) == [
+        "axis-or-shape-error/classes-of-different-places"
+    ]
     moved = found(lambda s: s.permute(0, 2, 3, 1).reshape(-1, C), channels=2 * C, targets=targets)
     assert moved == []
 

@@ -71,6 +71,36 @@ def test_rows_of_a_fused_layer_behind_a_cut(cut):
     assert not cut or f":{line_of('attention')}" in found[0].where
 
 
+@pytest.mark.parametrize("detached", [True, False])
+def test_units_that_only_a_target_turns_on(detached):
+    """A value of the next state is the target of this one's: what is off here and on there has no gradient to get."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    here, there = torch.randn(1, 4), -torch.randn(1, 4)
+
+    def loss():
+        target = 1 + 0.9 * model(there)
+        return F.mse_loss(model(here), target.detach() if detached else target)
+
+    assert ids(verdicts(model, loss)) == set()
+
+
+def test_what_autograd_keeps_for_itself_is_no_cut():
+    """Two heads, of which one optimizer's loss wants the first only: softmax keeps its result by a detach."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 3)
+
+        def forward(self, x):
+            hidden = self.body(x).exp()
+            return self.one(hidden), self.other(hidden).softmax(1)
+
+    model, x = Heads(), torch.randn(8, 4)
+    assert ids(verdicts(model, lambda: model(x)[0].pow(2).mean())) == set()
+
+
 class Variational(Two):
     def forward(self, x):
         code = self.encoder(x)
@@ -247,3 +277,66 @@ def test_a_loss_made_before_the_tape_began_has_a_history():
         return loss.detach()
 
     assert not ids(examine(is_a_path_cut, model, optimizer, step, steps=2))
+
+
+def test_a_cut_that_is_followed_is_proven_and_one_that_cannot_be_is_likely():
+    x = torch.randn(8, 4)
+    for between, sure in ((without_grad, "proven"), (through_data, "proven"), (through_numpy, "likely")):
+        model = Two(between)
+        found = verdicts(model, lambda model=model: model(x).pow(2).mean())
+        assert {v.confidence for v in found} == {sure}, between
+
+
+class Heads(nn.Module):
+    """Two heads on what one body makes; the second gets it as `pass_on` says."""
+
+    def __init__(self, pass_on):
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.pass_on = pass_on
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return self.first(h).pow(2).mean() + self.second(self.pass_on(self, x, h)).pow(2).mean()
+
+
+def teacher(model, x, h):
+    with torch.no_grad():
+        return model.body(x)
+
+
+WAYS_ON = {
+    "as it is": (lambda model, x, h: h, False),
+    "with what was cut added": (lambda model, x, h: h + (h.round() - h).detach(), False),
+    "a pass without gradient": (teacher, False),
+    "the place of the largest": (lambda model, x, h: F.one_hot(h.argmax(-1), 4).float(), False),
+    "times nothing": (lambda model, x, h: h.detach() * 0.0, False),
+    "detached": (lambda model, x, h: h.detach(), True),
+}
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS_ON)
+def test_between_modules_only_what_would_change_a_gradient_is_warned_of(way, low):
+    pass_on, warned = WAYS_ON[way]
+    torch.manual_seed(0)
+    model, x = Heads(pass_on), torch.randn(8, 4)
+
+    def loss():
+        with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+            return model(x)
+
+    found = verdicts(model, loss, steps=2)
+    assert ids(found) == ({"detached-graph/between-modules"} if warned else set())
+    assert all(v.level == "warning" and v.confidence == "likely" for v in found)
+
+
+def test_gradients_that_underflow_are_no_cut():
+    torch.manual_seed(0)
+    model, x = Two(torch.tanh), torch.randn(8, 4)
+
+    def loss():
+        with torch.autocast("cpu", torch.float16):
+            return model(x).pow(2).mean() * 1e-9
+
+    assert not verdicts(model, loss)

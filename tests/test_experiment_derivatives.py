@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.derivatives import do_derivatives_carry_gradient
+from gradproof.experiments.cuts import is_a_path_cut
 
 
 def network(inputs=2):
@@ -29,7 +29,7 @@ def test_residual_beside_boundary_values(graph):
         first = slope(model(x), x, graph)
         return (first[:, 0] + 0.7 * first[:, 1]).square().mean() + 20 * model(boundary).square().mean()
 
-    found = [v for v in do_derivatives_carry_gradient(evidence_of(model, loss)) if v.id]
+    found = [v for v in is_a_path_cut(evidence_of(model, loss)) if v.id]
     assert [v.id for v in found] == ([] if graph else ["detached-graph/derivative"])
     if found:
         number = int(found[0].where.rpartition(":")[2])
@@ -45,7 +45,7 @@ def test_decay_that_names_the_value_itself(graph):
         u = model(t)
         return (slope(u, t, graph) + 2 * u).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
 
-    found = confirmed_ids(do_derivatives_carry_gradient, evidence_of(model, loss))
+    found = confirmed_ids(is_a_path_cut, evidence_of(model, loss))
     assert found == ([] if graph else ["detached-graph/derivative"])
 
 
@@ -61,7 +61,7 @@ def test_penalty_on_a_critics_gradient(graph):
         penalty = (slope(model["critic"](between), between, graph).norm(dim=1) - 1).square().mean()
         return model["critic"](fake).mean() - model["critic"](real).mean() + 10 * penalty
 
-    found = confirmed_ids(do_derivatives_carry_gradient, evidence_of(model, loss, optimizer=optimizer))
+    found = confirmed_ids(is_a_path_cut, evidence_of(model, loss, optimizer=optimizer))
     assert found == ([] if graph else ["detached-graph/derivative"])
 
 
@@ -94,7 +94,7 @@ def test_derivatives_that_are_not_learned_from():
         return (weight * (model(x) - y).square()).mean()
 
     for loss in (adversarial, sampled, weighed, salient):
-        assert not confirmed_ids(do_derivatives_carry_gradient, evidence_of(model, loss)), loss.__name__
+        assert not confirmed_ids(is_a_path_cut, evidence_of(model, loss)), loss.__name__
 
 
 def test_one_step_towards_a_task_without_second_derivatives():
@@ -106,7 +106,7 @@ def test_one_step_towards_a_task_without_second_derivatives():
         inner = torch.autograd.grad(F.mse_loss(F.linear(x, *weights), y), weights)
         return F.mse_loss(F.linear(x, *(w - 0.1 * g for w, g in zip(weights, inner, strict=True))), y)
 
-    assert not confirmed_ids(do_derivatives_carry_gradient, evidence_of(model, loss))
+    assert not confirmed_ids(is_a_path_cut, evidence_of(model, loss))
 
 
 def test_a_gradient_that_another_network_learns_to_foretell():
@@ -118,4 +118,4 @@ def test_a_gradient_that_another_network_learns_to_foretell():
         energy = model["energy"](seen)
         return (model["score"](x) - slope(energy, seen, False)).square().mean() + energy.square().mean()
 
-    assert not confirmed_ids(do_derivatives_carry_gradient, evidence_of(model, loss))
+    assert not confirmed_ids(is_a_path_cut, evidence_of(model, loss))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from experiment_steps import confirmed_ids, evidence_of
+from experiment_steps import evidence_of
+from taped_trainings import as_said
 from torch import nn
 
+from gradproof.examination.sightings import Sightings
 from gradproof.experiments.draws import is_all_of_the_range_drawn
 
 LEVELS = torch.cumprod(1 - torch.linspace(1e-4, 0.04, 100), 0)
@@ -45,11 +47,11 @@ def within_batch(model, draw):
 
 
 def ids(loss, draw, steps=4):
-    model, memory, found = Denoiser(), {}, []
+    model, sightings, found = Denoiser(), Sightings(), []
     for step in range(steps):
-        evidence = evidence_of(model, lambda: loss(model, draw), step=step, memory=memory)
-        found = confirmed_ids(is_all_of_the_range_drawn, evidence)
-    return found
+        evidence = evidence_of(model, lambda: loss(model, draw), step=step)
+        found = as_said(is_all_of_the_range_drawn, evidence, sightings)
+    return [verdict.id for verdict in found if verdict.id]
 
 
 def short():

@@ -5,7 +5,9 @@ import torch
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.drift import ID, do_stored_data_drift
+from gradproof.experiments.stored import are_data_kept_as_they_were
+
+ID = "aliasing-or-inplace/stored-data-changed"
 
 
 def found(make_input, steps=10):
@@ -21,7 +23,7 @@ def found(make_input, steps=10):
         return model(make_input(data, slice(first, first + 8), model)).pow(2).mean()
 
     step = plain_step(model, optimizer, loss)
-    return examine(do_stored_data_drift, model, optimizer, step, steps=steps)
+    return examine(are_data_kept_as_they_were, model, optimizer, step, steps=steps)
 
 
 def noisy(data, rows, model):

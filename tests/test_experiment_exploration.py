@@ -6,7 +6,7 @@ from taped_trainings import examine, ids, plain_step
 from torch import nn
 from torch.distributions import Categorical
 
-from gradproof.experiments.exploration import is_exploring_rewarded
+from gradproof.experiments.terms import is_the_loss_the_right_way_up
 
 
 def verdicts(make_loss):
@@ -15,7 +15,7 @@ def verdicts(make_loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen, returns = torch.randn(16, 4), torch.randn(16)
     step = plain_step(model, optimizer, lambda: make_loss(model(seen), returns))
-    return ids(examine(is_exploring_rewarded, model, optimizer, step, steps=1))
+    return ids(examine(is_the_loss_the_right_way_up, model, optimizer, step, steps=1))
 
 
 def by_distribution(logits, returns, sign):

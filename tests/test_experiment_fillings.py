@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.fillings import ID, do_missing_entries_count
+from gradproof.experiments.positions import which_positions_count
+
+ID = "loss-mask-error/missing-entries-count"
 
 
 def found(target, masked=None, mask_of=None, steps=1):
@@ -21,7 +23,7 @@ def found(target, masked=None, mask_of=None, steps=1):
         return ((model(x) - target) ** 2 * mask).sum() / mask.sum()
 
     step = plain_step(model, optimizer, loss)
-    return examine(do_missing_entries_count, model, optimizer, step, steps=steps)
+    return examine(which_positions_count, model, optimizer, step, steps=steps)
 
 
 def ratings(filled):
@@ -79,9 +81,7 @@ def test_a_mask_that_selects_everything(both):
             return F.mse_loss(model(x)[known], y[known])
         return (model(x) - y)[known].square().mean()
 
-    verdicts = examine(
-        do_missing_entries_count, model, optimizer, plain_step(model, optimizer, loss), steps=3
-    )
+    verdicts = examine(which_positions_count, model, optimizer, plain_step(model, optimizer, loss), steps=3)
     assert ids(verdicts, "problem") == {ID}
 
 
@@ -97,9 +97,7 @@ def test_a_mask_that_has_left_something_out_is_no_problem():
         known = target >= 0
         return ((model(x) - target) ** 2 * known).sum() / known.sum()
 
-    verdicts = examine(
-        do_missing_entries_count, model, optimizer, plain_step(model, optimizer, loss), steps=7
-    )
+    verdicts = examine(which_positions_count, model, optimizer, plain_step(model, optimizer, loss), steps=7)
     assert not ids(verdicts, "problem")
 
 

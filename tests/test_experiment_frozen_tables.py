@@ -58,8 +58,7 @@ def train(make, steps=24):
         return nn.functional.mse_loss(model(a, b), (u[a] * v[b]).sum(-1))
 
     step = plain_step(model, optimizer, loss)
-    memory = {"facts": session.facts}
-    return examine(is_a_random_table_frozen, model, optimizer, step, steps=steps, memory=memory)
+    return examine(is_a_random_table_frozen, model, optimizer, step, steps=steps, facts=session.facts)
 
 
 def test_an_initialisation_that_is_frozen():
@@ -110,9 +109,9 @@ def reservoir_of_words(given, steps=12):
         words = torch.randint(0, 50, (64,))
         return nn.functional.mse_loss(model(words).squeeze(-1), meaning[words])
 
-    memory = {"facts": {"_frozen_by_default": [entry]}}
+    facts = {"_frozen_by_default": [entry]}
     step = plain_step(model, optimizer, loss)
-    return examine(is_a_random_table_frozen, model, optimizer, step, steps=steps, memory=memory)
+    return examine(is_a_random_table_frozen, model, optimizer, step, steps=steps, facts=facts)
 
 
 def test_a_table_that_somebody_else_holds_or_that_serves_is_no_problem():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.initial import are_units_all_the_same, is_it_too_large
+from gradproof.experiments.initial import are_units_all_the_same, where_does_it_start
 
 
 def classifier(change=None):
@@ -45,8 +45,9 @@ def test_units_that_are_all_the_same(change):
 
 
 @pytest.mark.parametrize("change", [None, last_zero])
-def test_random_units_and_a_last_layer_of_zeros_are_silent(change):
-    assert not verdicts(classifier(change), are_units_all_the_same)
+def test_random_units_and_a_last_layer_of_zeros_are_excluded(change):
+    found = verdicts(classifier(change), are_units_all_the_same)
+    assert {v.verdict for v in found} == {"excluded"} and "3 matrices" in found[0].reason
 
 
 def test_factors_of_zero_in_two_embeddings():
@@ -65,12 +66,16 @@ def test_factors_of_zero_in_two_embeddings():
 
 
 def test_last_layer_too_large_is_named():
-    found = verdicts(classifier(lambda m: nn.init.normal_(m[4].weight, std=20)), is_it_too_large)
-    assert ids(found) == {"bad-init/too-large"} and found[0].where == "4" and not found[0].if_troubled
+    found = verdicts(classifier(lambda m: nn.init.normal_(m[4].weight, std=20)), where_does_it_start)
+    assert (
+        ids(found) == {"bad-init/too-large", "bad-init/loss-at-start"}
+        and found[0].where == "4"
+        and not found[0].if_troubled
+    )
 
 
 def test_usual_sizes_are_silent():
-    assert not verdicts(classifier(), is_it_too_large)
+    assert not verdicts(classifier(), where_does_it_start)
 
 
 class Ensemble(nn.Module):
@@ -90,7 +95,7 @@ class Ensemble(nn.Module):
 @pytest.mark.parametrize("size, found", [(8.0, {"bad-init/too-large"}), (1.0, set())])
 def test_weights_of_an_ensemble(size, found):
     torch.manual_seed(0)
-    said = verdicts(Ensemble(size), is_it_too_large)
+    said = verdicts(Ensemble(size), where_does_it_start)
     assert ids(said) == found and all("first" in v.evidence[0] for v in said)
 
 
@@ -113,4 +118,20 @@ def test_sines_of_many_periods(divide, found):
     model, x = Waves(divide), torch.rand(64, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     step = plain_step(model, optimizer, lambda: (model(x) - x.sum(1, keepdim=True)).square().mean())
-    assert ids(examine(is_it_too_large, model, optimizer, step, steps=1)) == found
+    assert ids(examine(where_does_it_start, model, optimizer, step, steps=1)) == found
+
+
+@pytest.mark.parametrize("std, level", [(1.0, "problem"), (0.1, None)])
+def test_squashers_that_begin_at_their_limit(std, level):
+    """Of a regression whose first loss is no larger than others: hardly any gradient comes through."""
+    torch.manual_seed(0)
+    sizes = [(6, 128), (128, 128), (128, 128)]
+    layers = [layer for pair in sizes for layer in (nn.Linear(*pair), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(128, 1))
+    for layer in model[:-1:2]:
+        nn.init.normal_(layer.weight, std=std)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x = torch.randn(32, 6)
+    step = plain_step(model, optimizer, lambda: F.mse_loss(model(x), x[:, :1]))
+    found = [v for v in examine(where_does_it_start, model, optimizer, step) if v.id == "bad-init/too-large"]
+    assert [(v.level, v.if_troubled) for v in found][:1] == ([(level, False)] if level else [])

@@ -41,3 +41,13 @@ def test_a_split_that_overlaps(tmp_path):
 @pytest.mark.parametrize("validation", [DATA[240:], DATA[:240], torch.randint(0, 2, (100, 6)).float()])
 def test_kept_apart_or_the_training_error_or_data_of_few_kinds(tmp_path, validation):
     assert not [e for e in verdicts(tmp_path, validation) if e["verdict"] == "confirmed"]
+
+
+def test_prepared_in_another_way(tmp_path):
+    said = [e for e in verdicts(tmp_path, 255 * DATA[240:]) if e["verdict"] == "confirmed"]
+    assert said[-1]["id"] == "input-or-target-scale/validated-otherwise" and said[-1]["level"] == "problem"
+    assert "test_experiment_leaks.py:" in said[-1]["where"]
+
+
+def test_noise_on_one_of_them_is_no_other_way(tmp_path):
+    assert not [e for e in verdicts(tmp_path, 2 * DATA[240:] + 0.5) if e["verdict"] == "confirmed"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradproof.experiments.attention import where_does_attention_look
 from gradproof.experiments.grids import find_grids, find_padding
-from gradproof.experiments.positions import is_the_mean_over_what_counts, which_positions_count
+from gradproof.experiments.positions import which_positions_count
 
 PAD, MASK, END, VOCABULARY, LENGTH, ROWS, WIDTH = 0, 1, 2, 15, 12, 16, 16
 
@@ -109,6 +109,11 @@ def test_masked_language_model():
     right = step(Encoder(), inputs, torch.where(chosen, ids, -100))
     inverted = step(Encoder(), inputs, torch.where(chosen, -100, ids))
     filled = step(Encoder(), inputs, torch.where(chosen, ids, PAD))
+    changed = chosen & (torch.rand(ids.shape) < 0.2)  # as BERT does it: some are shown, some exchanged
+    shown = torch.where(changed, torch.randint(3, VOCABULARY, ids.shape), inputs)
+    some_shown = step(Encoder(), shown, torch.where(chosen, -100, ids))
+    assert confirmed_ids(which_positions_count, some_shown) == ["loss-mask-error/inverted"]
+    assert not confirmed_ids(which_positions_count, step(Encoder(), shown, torch.where(chosen, ids, -100)))
     assert not confirmed_ids(which_positions_count, right)
     assert confirmed_ids(which_positions_count, inverted) == ["loss-mask-error/inverted"]
     assert confirmed_ids(which_positions_count, filled) == ["loss-mask-error/padding-counts"]
@@ -143,7 +148,7 @@ def test_a_mean_over_all_positions():
     for name, reduce in reductions.items():
         evidence = evidence_of(model, lambda r=reduce: r((model(x) - y) ** 2))
         expected = ["loss-mask-error/mean-over-all"] if name in ("all", "filled") else []
-        assert confirmed_ids(is_the_mean_over_what_counts, evidence) == expected, name
+        assert confirmed_ids(which_positions_count, evidence) == expected, name
 
 
 def test_sorted_targets_are_not_padded():
@@ -188,6 +193,17 @@ def test_prompts_and_answers(answers_count, id):
     assert confirmed_ids(which_positions_count, step(Encoder(), ids, targets)) == id
 
 
+def test_one_token_for_the_start_the_end_and_padding():
+    """Names, one a row: 0 opens it, closes it and fills what is left, which does not count."""
+    lengths = torch.randint(2, LENGTH - 4, (ROWS, 1))
+    names = torch.where(
+        torch.arange(LENGTH) < lengths, torch.randint(1, VOCABULARY, (ROWS, LENGTH)), torch.tensor(0)
+    )
+    ids = torch.cat([torch.zeros(ROWS, 1, dtype=torch.long), names[:, :-1]], 1)
+    targets = torch.where(torch.arange(LENGTH) <= lengths, names, -100)
+    assert confirmed_ids(which_positions_count, step(Encoder("none"), ids, targets)) == []
+
+
 @pytest.mark.parametrize("ends", [1, 2, LENGTH])
 def test_one_token_for_the_end_and_for_padding(ends):
     """The end of each text is learned, as it must be; what comes behind it is padding."""
@@ -199,3 +215,23 @@ def test_one_token_for_the_end_and_for_padding(ends):
     targets[:, -1] = -100
     found = confirmed_ids(which_positions_count, step(Encoder("none"), ids, targets))
     assert found == ([] if ends == 1 else ["loss-mask-error/padding-counts"])
+
+
+def spell(lengths, labels=8):
+    """Sounds of 40 frames that a network makes 20 of, with the lengths that the loss is told."""
+    torch.manual_seed(0)
+    model = nn.Conv1d(4, 6, 2, stride=2)
+    sounds, letters = torch.randn(16, 4, 40), torch.randint(1, 6, (16, labels))
+
+    def loss():
+        scores = model(sounds).permute(2, 0, 1).log_softmax(-1)
+        return F.ctc_loss(scores, letters, lengths, torch.full((16,), labels), zero_infinity=True)
+
+    return confirmed_ids(which_positions_count, evidence_of(model, loss))
+
+
+def test_frames_that_the_loss_is_not_told_of():
+    assert spell(torch.full((16,), 40 // 8)) == ["loss-mask-error/frames-left-out"]
+    assert spell(torch.full((16,), 20)) == []
+    assert spell(torch.randint(12, 21, (16,))) == []
+    assert spell(torch.full((16,), 20), labels=24) == []  # that is no matter of lengths

@@ -1,6 +1,5 @@
-"""Stacks of one buffer, targets changed together with inputs, lost averages; and clones, and lerps."""
+"""Stacks of one buffer, targets changed together with inputs; and clones."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -9,20 +8,13 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.memory import do_two_things_share_memory, does_the_average_follow
+from gradproof.experiments.memory import do_two_things_share_memory
 
 
-def verdicts(model, make_loss, experiment=do_two_things_share_memory, after=None, steps=2):
+def verdicts(model, make_loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train = plain_step(model, optimizer, make_loss)
-
-    def step():
-        loss = train()
-        if after:
-            after()
-        return loss
-
-    return examine(experiment, model, optimizer, step, steps=steps)
+    step = plain_step(model, optimizer, make_loss)
+    return examine(do_two_things_share_memory, model, optimizer, step, steps=2)
 
 
 @pytest.mark.parametrize("kept", ["view", "clone"])
@@ -82,31 +74,3 @@ def test_noise_scaled_in_place_is_the_target_too(in_place):
         return (model(mixed) - noise).pow(2).mean()
 
     assert ids(verdicts(model, loss)) == ({"aliasing-or-inplace/target-changed"} if in_place else set())
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_average_with_a_wrong_formula(right):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    average, x = copy.deepcopy(model), torch.randn(16, 4)
-
-    def follow():
-        with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                slow.mul_(0.9 if right else 0.1).add_(fast, alpha=0.1)
-
-    found = verdicts(model, lambda: model(x).pow(2).mean(), does_the_average_follow, follow, steps=5)
-    assert ids(found) == (set() if right else {"weights-state-error/average"})
-
-
-def test_average_that_begins_at_zero_is_silent():
-    model = nn.Linear(4, 1)
-    average, x = copy.deepcopy(model), torch.randn(16, 4)
-    for parameter in average.parameters():
-        nn.init.zeros_(parameter)
-
-    def follow():
-        with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 0.2)
-
-    assert not verdicts(model, lambda: model(x).pow(2).mean(), does_the_average_follow, follow, steps=5)

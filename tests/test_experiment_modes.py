@@ -5,7 +5,7 @@ import torch
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.modes import is_it_in_train_mode, is_too_much_dropped
+from gradproof.experiments.modes import is_it_in_train_mode
 
 
 def network(p=0.2):
@@ -23,9 +23,9 @@ def test_eval_left_on_is_confirmed_with_the_line_of_eval():
     model = network().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(12, 6)
-    memory = {"facts": {"eval_line": "train.py:7"}}
+    facts = {"eval_line": "train.py:7"}
     step = plain_step(model, optimizer, lambda: model(x).pow(2).mean())
-    found = examine(is_it_in_train_mode, model, optimizer, step, memory=memory)
+    found = examine(is_it_in_train_mode, model, optimizer, step, facts=facts)
     assert ids(found) == {"train-eval-mode-error/eval-left-on"} and "train.py:7" in found[0].where
 
 
@@ -58,16 +58,16 @@ def frozen_body():
     [network, frozen_norms, frozen_body, lambda: nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 1)).eval()],
 )
 def test_right_modes_are_silent(make):
-    assert not verdicts(make())
+    assert not ids(verdicts(make()))
 
 
 def test_dropout_that_keeps_a_tenth():
-    found = verdicts(network(0.9), is_too_much_dropped)
+    found = verdicts(network(0.9), is_it_in_train_mode)
     assert ids(found, "problem") == {"train-eval-mode-error/keep-probability"} and "3" in found[0].where
 
 
 def test_usual_dropout_is_silent():
-    assert not verdicts(network(0.5), is_too_much_dropped)
+    assert not ids(verdicts(network(0.5), is_it_in_train_mode))
 
 
 def test_a_body_that_was_trained_and_then_frozen():
@@ -79,4 +79,4 @@ def test_a_body_that_was_trained_and_then_frozen():
     model = nn.ModuleDict({"body": body, "head": nn.Linear(1, 1)})
     second = torch.optim.SGD(model["head"].parameters(), lr=0.01)
     step = plain_step(model["head"], second, lambda: model["head"](body(x)).pow(2).mean())
-    assert not examine(is_it_in_train_mode, model, [first, second], step)
+    assert not ids(examine(is_it_in_train_mode, model, [first, second], step))

@@ -6,11 +6,8 @@ from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.normalisation import (
-    does_normalisation_help,
-    is_it_normalised_over_features,
-    is_rescaling_bounded,
-)
+from gradproof.experiments.normalisation import does_normalisation_help
+from gradproof.experiments.shapes import do_shapes_meet
 
 
 def verdicts(norm, batch=16):
@@ -84,7 +81,7 @@ class Rescaled(nn.Module):
 def test_a_rescaling_without_a_limit(shrink, limit, found):
     model, x = Rescaled(shrink, limit), torch.randn(16, 8)
     evidence = evidence_of(model, lambda: (model(x) - x).pow(2).mean())
-    said = list(is_rescaling_bounded(evidence))
+    said = list(does_normalisation_help(evidence))
     assert [v.id for v in said] == (["normalization-error/unbounded-rescale"] if found else [])
     assert all(v.if_troubled and "test_experiment_normalisation.py" in v.where for v in said)
 
@@ -97,7 +94,7 @@ def test_vectors_brought_to_length_one_along_the_batch(dim, found):
         z = nn.functional.normalize(model(x), dim=dim)
         return (z @ z.T).logsumexp(1).mean()
 
-    ids = [v.id for v in is_it_normalised_over_features(evidence_of(model, loss))]
+    ids = [v.id for v in do_shapes_meet(evidence_of(model, loss))]
     assert ids == (["axis-or-shape-error/normalised-over-the-batch"] if found else [])
 
 
@@ -107,7 +104,7 @@ def test_weights_may_be_normalised_along_any_axis():
     def loss():
         return nn.functional.linear(x, nn.functional.normalize(model.weight, dim=0)).pow(2).mean()
 
-    assert not list(is_it_normalised_over_features(evidence_of(model, loss)))
+    assert not list(do_shapes_meet(evidence_of(model, loss)))
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -7,13 +7,15 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.one_row import ID, is_every_row_the_same
+from gradproof.experiments.stored import are_data_kept_as_they_were
+
+ID = "aliasing-or-inplace/one-row"
 
 
 def found(model, make_loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = plain_step(model, optimizer, make_loss)
-    return examine(is_every_row_the_same, model, optimizer, step, steps=6)
+    return examine(are_data_kept_as_they_were, model, optimizer, step, steps=6)
 
 
 def rollout(keep, anew, random, episodes=3, length=8):

@@ -105,3 +105,56 @@ def test_what_a_loader_hands_out_twice(tmp_path, both):
                 optimizer.step()
     causes = {c.id: c for c in gradproof.diagnose(tmp_path / "run").causes}
     assert (ID in causes) is not both
+
+
+def discs(size=24, count=16):
+    """Pictures with noise, each with a bright disc somewhere, and the mask of it; never twice the same."""
+    y, x = torch.arange(size)[:, None], torch.arange(size)
+    down, right, radius = (
+        torch.randint(*span, (count, 1, 1)) for span in ((4, size - 4), (4, size - 4), (2, 5))
+    )
+    mask = ((y - down) ** 2 + (x - right) ** 2 <= radius**2).float()[:, None]
+    return mask * (0.5 + torch.rand(count, 1, 1, 1)) + 0.1 * torch.randn(count, 1, size, size), mask
+
+
+def shift_each(x, by):
+    return torch.stack(
+        [one.roll(tuple(amount), (-2, -1)) for one, amount in zip(x, by.tolist(), strict=True)]
+    )
+
+
+def moved_apart(image, mask):
+    by = torch.randint(-7, 8, (len(image), 2))
+    return shift_each(image, by), shift_each(mask, by.flip(1))  # rows and columns exchanged
+
+
+def moved_together(image, mask):
+    by = torch.randint(-7, 8, (len(image), 2))
+    return shift_each(image, by), shift_each(mask, by)
+
+
+def mirrored_alone(image, mask):
+    chosen = torch.rand(len(image), 1, 1, 1) < 0.5
+    return torch.where(chosen, image.flip(-1), image) * (0.8 + 0.4 * torch.rand(len(image), 1, 1, 1)), mask
+
+
+def masks(change, loss=F.binary_cross_entropy_with_logits):
+    def batch(images, maps):
+        image, mask = change(*discs())
+        return image, mask
+
+    return ids(found(batch, loss=loss, steps=3))
+
+
+def test_masks_that_lie_beside_what_they_mark():
+    assert masks(moved_apart) == {ID} and masks(mirrored_alone) == {ID}
+
+
+def test_masks_that_lie_where_they_should():
+    assert masks(moved_together) == set() and masks(lambda image, mask: (image, mask)) == set()
+    assert masks(lambda image, mask: (torch.randn_like(image), mask)) == set()  # nothing to be seen there
+    assert (
+        masks(lambda image, mask: (mask, moved_together(mask, mask)[0])) == set()
+    )  # the next picture of a film
+    film = lambda image, mask: (image, image.roll(4, -1))  # noqa: E731
+    assert masks(film, F.mse_loss) == set()

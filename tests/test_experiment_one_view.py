@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.one_view import are_two_views_one
+from gradproof.experiments.memory import do_two_things_share_memory
 
 DATA = torch.randn(64, 6)
 
@@ -43,7 +43,9 @@ def encoder(dropout=0.0):
 
 def verdicts(model, make_loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return examine(are_two_views_one, model, optimizer, plain_step(model, optimizer, make_loss), steps=2)
+    return examine(
+        do_two_things_share_memory, model, optimizer, plain_step(model, optimizer, make_loss), steps=2
+    )
 
 
 @pytest.mark.parametrize("augment", [in_place, anew])

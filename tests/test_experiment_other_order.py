@@ -8,7 +8,7 @@ from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.other_order import are_targets_in_another_order
-from gradproof.probes.orders import ids_of, orders_kept
+from gradproof.probes.orders import ids_of, orders_kept, values_as_long
 
 ID = "data-target-misaligned/other-order"
 ROWS = 400
@@ -32,7 +32,8 @@ class Papers:
 
 def train(papers, way="whole", order=None):
     torch.manual_seed(0)
-    facts = {"_orders": list(orders_kept())}
+    orders = list(orders_kept())
+    facts = {"_orders": orders, "_ordered_targets": list(values_as_long({len(o["places"]) for o in orders}))}
     model = nn.Linear(10, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     chosen = torch.randperm(ROWS)[:200]
@@ -47,7 +48,7 @@ def train(papers, way="whole", order=None):
         return nn.functional.cross_entropy(model(papers.x)[order], papers.y)  # told who belongs to whom
 
     step = plain_step(model, optimizer, loss)
-    return examine(are_targets_in_another_order, model, optimizer, step, 2, memory={"facts": facts})
+    return examine(are_targets_in_another_order, model, optimizer, step, 2, facts=facts)
 
 
 @pytest.mark.parametrize("way", ["whole", "masked", "rows"])

@@ -5,7 +5,7 @@ import torch
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.own_norms import is_ones_own_norm_over_the_batch
+from gradproof.experiments.normalisation import does_normalisation_help
 
 
 class Norm(nn.Module):
@@ -26,7 +26,7 @@ class Norm(nn.Module):
 def said(dim, statistics=False):
     model = nn.Sequential(nn.Linear(6, 8), Norm(8, dim, statistics), nn.Linear(8, 1))
     x = torch.randn(16, 6)
-    return confirmed_ids(is_ones_own_norm_over_the_batch, evidence_of(model, lambda: model(x).pow(2).mean()))
+    return confirmed_ids(does_normalisation_help, evidence_of(model, lambda: model(x).pow(2).mean()))
 
 
 @pytest.mark.parametrize("dim, statistics, found", [(0, False, True), (-1, False, False), (0, True, False)])
@@ -42,4 +42,4 @@ def test_a_loss_may_centre_its_batch():
         z = (z - z.mean(0)) / z.std(0)
         return (z.T @ z / 16 - torch.eye(4)).pow(2).sum()
 
-    assert not confirmed_ids(is_ones_own_norm_over_the_batch, evidence_of(model, loss))
+    assert not confirmed_ids(does_normalisation_help, evidence_of(model, loss))

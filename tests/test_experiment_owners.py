@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from own_updates import watch_script
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
@@ -84,7 +85,7 @@ def two_models(judge_in_eval):
 
 
 def test_a_model_of_its_own_that_no_optimizer_has_is_named():
-    (found, *_) = two_models(judge_in_eval=False)
+    (found,) = two_models(judge_in_eval=False)[1:2]
     assert found.id == "param-not-updated/not-in-optimizer" and found.where == "encoder"
 
 
@@ -96,3 +97,34 @@ def test_a_plain_list_is_named_with_its_line():
     model = Stack(registered=False)
     (found, *_) = verdicts(model, model.parameters())
     assert found.where.startswith("layers (test_experiment_owners.py:")
+
+
+CRITIC_FIRST = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+G, D = nn.Linear(3, 4), nn.Linear(4, 1)
+d_solver = torch.optim.RMSprop(D.parameters(), lr=1e-3)
+HELD
+for step in range(4):
+    for _ in range(3):
+        loss = D(G(torch.randn(8, 3))).mean() - D(torch.randn(8, 4)).mean()
+        loss.backward()
+        d_solver.step()
+        G.zero_grad(), D.zero_grad()
+    loss = -D(G(torch.randn(8, 3))).mean()
+    loss.backward()
+    STEP
+    G.zero_grad(), D.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_generator_that_waits_for_its_turn_has_an_optimizer(forgotten, tmp_path, monkeypatch):
+    held = "" if forgotten else "g_solver = torch.optim.RMSprop(G.parameters(), lr=1e-3)"
+    text = CRITIC_FIRST.replace("HELD", held).replace(
+        "STEP", "d_solver.step()" if forgotten else "g_solver.step()"
+    )
+    found = watch_script(tmp_path, monkeypatch, text)
+    said, _ = found.ask("does_the_optimizer_hold_everything", steps=(1,))
+    assert [v.id for v in said] == (["param-not-updated/not-in-optimizer"] if forgotten else [])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.position_ids import do_positions_run_along_the_sequence
+from gradproof.experiments.shapes import do_shapes_meet
 
 SAMPLES, TIME = 12, 9
 
@@ -28,7 +28,7 @@ def ids_of(numbers):
     tokens[:6, -3:] = 0  # padding
     labels = torch.randint(0, 2, (SAMPLES,))
     evidence = evidence_of(model, lambda: F.cross_entropy(model(tokens), labels))
-    return confirmed_ids(do_positions_run_along_the_sequence, evidence)
+    return confirmed_ids(do_shapes_meet, evidence)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
-from gradproof.experiments.rows import ID, do_the_rows_meet
+from gradproof.experiments.samples import are_samples_independent
 
 B, T, K, C = 6, 5, 3, 4
 WORDS, TAGS = torch.randint(0, 20, (B, T)), torch.randint(0, C, (B, T))
@@ -47,21 +47,23 @@ def by_hand(scores, tags):
 def test_time_first_scores_against_batch_first_tags(loss):
     model = Tagger()
     wrong = evidence_of(model, lambda: loss(model(WORDS).reshape(-1, C), TAGS.reshape(-1)))
-    (found,) = [v for v in do_the_rows_meet(wrong) if v.id]
-    assert found.id == ID and "test_experiment_rows.py" in found.where
+    (found,) = [v for v in are_samples_independent(wrong) if v.id]
+    assert (
+        found.id == "axis-or-shape-error/rows-of-another-sample" and "test_experiment_rows.py" in found.where
+    )
     right = evidence_of(model, lambda: loss(model(WORDS).transpose(0, 1).reshape(-1, C), TAGS.reshape(-1)))
-    assert excluded_families(do_the_rows_meet, right) == ["axis-or-shape-error"]
+    assert excluded_families(are_samples_independent, right) == ["axis-or-shape-error"]
     right = evidence_of(model, lambda: loss(model(WORDS).reshape(-1, C), TAGS.t().reshape(-1)))
-    assert excluded_families(do_the_rows_meet, right) == ["axis-or-shape-error"]
+    assert excluded_families(are_samples_independent, right) == ["axis-or-shape-error"]
 
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_draws_against_samples_repeated_in_another_order(norm):
     model, x = Draws(norm), torch.rand(40, 7)
     wrong = evidence_of(model, lambda: F.mse_loss(model(x), x.repeat_interleave(K, 0)))
-    assert confirmed_ids(do_the_rows_meet, wrong) == [ID]
+    assert confirmed_ids(are_samples_independent, wrong) == ["axis-or-shape-error/rows-of-another-sample"]
     right = evidence_of(model, lambda: F.mse_loss(model(x), x.repeat(K, 1)))
-    assert excluded_families(do_the_rows_meet, right) == ["axis-or-shape-error"]
+    assert excluded_families(are_samples_independent, right) == ["axis-or-shape-error"]
 
 
 def test_every_pair_of_samples_is_meant():
@@ -69,7 +71,7 @@ def test_every_pair_of_samples_is_meant():
     pairs = evidence_of(
         model, lambda: (model(X).squeeze(1).repeat_interleave(B) - wanted.repeat(B)).abs().mean()
     )
-    assert not confirmed_ids(do_the_rows_meet, pairs)
+    assert not confirmed_ids(are_samples_independent, pairs)
 
 
 def test_sizes_that_do_not_tell_time_from_batch():
@@ -82,24 +84,24 @@ def test_sizes_that_do_not_tell_time_from_batch():
             model(words.t().contiguous()).transpose(0, 1).reshape(-1, C), tags.reshape(-1)
         ),
     )
-    assert not confirmed_ids(do_the_rows_meet, step)
+    assert not confirmed_ids(are_samples_independent, step)
 
 
 def test_the_next_rows_of_a_series_and_mixed_samples():
     model = nn.Linear(7, 7)
     series = evidence_of(model, lambda: F.mse_loss(model(X[:-1]), X[1:]))
-    assert not confirmed_ids(do_the_rows_meet, series)
+    assert not confirmed_ids(are_samples_independent, series)
     tagger, other = Tagger(), torch.randperm(B)
 
     def mixed():
         scores = tagger(WORDS).transpose(0, 1).reshape(-1, C)
         return F.cross_entropy(scores, TAGS.reshape(-1)) + F.cross_entropy(scores, TAGS[other].reshape(-1))
 
-    assert not confirmed_ids(do_the_rows_meet, evidence_of(tagger, mixed))
+    assert not confirmed_ids(are_samples_independent, evidence_of(tagger, mixed))
     swapped = lambda: F.cross_entropy(  # noqa: E731
         tagger(WORDS).transpose(0, 1).reshape(-1, C), TAGS[other].reshape(-1)
     )
-    assert not confirmed_ids(do_the_rows_meet, evidence_of(tagger, swapped))
+    assert not confirmed_ids(are_samples_independent, evidence_of(tagger, swapped))
 
 
 def test_time_first_throughout():
@@ -109,4 +111,16 @@ def test_time_first_throughout():
         step = evidence_of(
             model, lambda m=model: F.cross_entropy(m(words.t()).reshape(-1, C), tags.reshape(-1))
         )
-        assert not confirmed_ids(do_the_rows_meet, step)
+        assert not confirmed_ids(are_samples_independent, step)
+
+
+def test_targets_that_a_recurrent_layer_made_and_transposed_in_place():
+    torch.manual_seed(0)
+    model, decoder, out = nn.Linear(3, 3), nn.RNN(3, 7, batch_first=True), nn.Linear(7, 1)
+    x = torch.randn(6, 14, 3)
+
+    def decode(codes):
+        return out(decoder(codes)[0])
+
+    evidence = evidence_of(model, lambda: (decode(model(x)) - decode(x).detach()).square().mean())
+    assert not confirmed_ids(are_samples_independent, evidence)

@@ -5,7 +5,7 @@ import torch
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.runaway import does_a_weight_of_the_loss_run_away
+from gradproof.experiments.runaway import does_the_loss_run_away
 
 
 class TwoTasks(nn.Module):
@@ -46,7 +46,7 @@ def verdicts(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(32, 4), torch.randn(32, 1), torch.randint(0, 3, (32,))
     step = plain_step(model, optimizer, lambda: model(*batch))
-    return examine(does_a_weight_of_the_loss_run_away, model, optimizer, step, steps=1)
+    return examine(does_the_loss_run_away, model, optimizer, step, steps=1)
 
 
 def test_weights_that_run_away():

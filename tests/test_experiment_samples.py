@@ -7,7 +7,9 @@ from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from test_experiment_tokens import Recurrent, Transformer, language_step
 from torch import nn
 
+from gradproof.experiments.needs import why_not
 from gradproof.experiments.samples import are_samples_independent
+from gradproof.experiments.table import BY_NAME, find
 
 X, Y, CLASS = torch.randn(8, 5), torch.randn(8), torch.randint(0, 3, (8,))
 
@@ -59,7 +61,34 @@ def test_time_taken_for_batch():
     assert found == ["axis-or-shape-error/batch-first"]
 
 
-def test_rows_that_may_be_one_series_are_a_warning():
+class ReadsByOneToken(nn.Module):
+    """A token in front of the series that is to hear it all: attention along the batch hears nothing."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.inp, self.out, self.token = nn.Linear(5, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(1, 1, 8))
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+
+    def forward(self, x):
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), self.inp(x)], 1)
+        return self.out(self.attention(tokens)[:, 0])
+
+
+def test_a_batch_taken_for_time_of_which_no_prediction_hears():
+    x = torch.randn(8, 6, 5)
+    found = confirmed_ids(are_samples_independent, classify(ReadsByOneToken(False), x))
+    assert found == ["axis-or-shape-error/batch-first"]
+    assert confirmed_ids(are_samples_independent, classify(ReadsByOneToken(True), x)) == []
+
+
+def test_a_head_of_zeros_is_deaf_and_excludes_nothing():
+    model = Net()
+    nn.init.zeros_(model.b.weight)
+    (said,) = are_samples_independent(classify(model))
+    assert said.verdict == "undecided" and "not its own either" in said.reason
+
+
+def test_rows_that_may_be_one_series_are_a_note():
     class Series(nn.Module):
         def __init__(self):
             super().__init__()
@@ -69,7 +98,7 @@ def test_rows_that_may_be_one_series_are_a_warning():
             return self.out(self.rnn(x.unsqueeze(1))[0].squeeze(1))
 
     (found,) = [v for v in are_samples_independent(classify(Series())) if v.id]
-    assert found.level == "warning"
+    assert (found.level, found.confidence) == ("note", "possible")
 
 
 @pytest.mark.parametrize("model", [Net(), Net(lambda h: F.normalize(h, dim=1)), Net(lambda h: h.softmax(1))])
@@ -103,6 +132,16 @@ def test_couplings_that_are_meant():
         assert not confirmed_ids(are_samples_independent, evidence)
 
 
+def test_batch_norm_hides_nothing():
+    """Its statistics couple samples by design; held, they show whether something else does."""
+    healthy = Net(nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 7)))
+    assert excluded_families(are_samples_independent, classify(healthy)) == ["axis-or-shape-error"]
+    guilty = Net(nn.Sequential(nn.BatchNorm1d(7), nn.Softmax(0)))
+    (found,) = [v for v in are_samples_independent(classify(guilty)) if v.id]
+    assert found.id == "axis-or-shape-error/softmax-over-the-batch"
+    assert "first through _softmax" in found.evidence[0]
+
+
 def test_packed_sequences_lie_in_one_column():
     class Packed(nn.Module):
         def __init__(self):
@@ -117,3 +156,28 @@ def test_packed_sequences_lie_in_one_column():
     x, y = torch.randn(4, 7, 5), torch.tensor([0, 1, 2, 0])
     evidence = evidence_of(model, lambda: F.cross_entropy(model(x, lengths), y))
     assert not confirmed_ids(are_samples_independent, evidence)
+
+
+def test_sparse_inputs_are_asked_about_without_an_error():
+    """A graph between samples, and features that are mostly zero: none of them can be viewed, or made dense."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(0.1 * torch.randn(9, 7)), nn.Parameter(0.1 * torch.randn(7, 3))
+
+        def forward(self, features, graph):
+            hidden = torch.relu(torch.sparse.mm(graph, torch.sparse.mm(features, self.a)))
+            return torch.sparse.mm(graph, hidden @ self.b)
+
+    torch.manual_seed(0)
+    graph = (torch.eye(16) + torch.eye(16).roll(1, 0)).to_sparse()
+    features = (torch.rand(16, 9) > 0.7).float().to_sparse()
+    model, classes = Graph(), torch.randint(0, 3, (16,))
+    evidence = evidence_of(model, lambda: F.cross_entropy(model(features, graph), classes))
+    asked = [name for name, question in BY_NAME.items() if not why_not(question, evidence)]
+    assert len(asked) > 25 and "are_samples_independent" in asked
+    said = [v.id for name in asked for v in find(BY_NAME[name])(evidence) if v.verdict == "confirmed"]
+    assert not [
+        id for id in said if id.startswith(("axis", "data", "input", "detached"))
+    ]  # nothing of these inputs

@@ -5,7 +5,7 @@ import torch
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.saturation import is_attention_healthy
+from gradproof.experiments.attention import where_does_attention_look
 
 
 class Attention(nn.Module):
@@ -26,7 +26,10 @@ def verdicts(model):
     x = torch.randn(4, 12, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return examine(
-        is_attention_healthy, model, optimizer, plain_step(model, optimizer, lambda: model(x).pow(2).mean())
+        where_does_attention_look,
+        model,
+        optimizer,
+        plain_step(model, optimizer, lambda: model(x).pow(2).mean()),
     )
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
@@ -56,6 +57,7 @@ def test_growth_and_decay_are_named(model, what):
     found = verdicts(model)
     assert ids(found) == {what}
     assert found[0].where.startswith("cell" if "time" in what else "layers")
+    assert found[0].confidence == "proven" and "a small change" in found[0].evidence[-1]
 
 
 class Micro(nn.Module):
@@ -70,8 +72,8 @@ class Micro(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Stack(1.0), Recurrent(1.0), Micro()])
-def test_signals_that_keep_their_size_are_silent(model):
-    assert not verdicts(model)
+def test_signals_that_keep_their_size_are_excluded(model):
+    assert {v.verdict for v in verdicts(model)} <= {"excluded"}  # of too few blocks, nothing
 
 
 class Cell(nn.Module):
@@ -101,6 +103,34 @@ class TwoWeights(nn.Module):
 @pytest.mark.parametrize("gain", [3.0, 0.2])
 def test_of_a_recurrence_the_weight_that_comes_back_is_named(gain):
     assert verdicts(TwoWeights(gain))[0].where == "cell.wh"
+
+
+def images(start, widths=(12, 16, 24, 24, 32)):
+    """Convolutions one after another, without normalisation."""
+    torch.manual_seed(0)
+    layers, before = [], 1
+    for width in widths:
+        layers += [nn.Conv2d(before, width, 5, padding=2), nn.ReLU()]
+        before = width
+        if start is not None:
+            nn.init.normal_(layers[-2].weight, std=(2.0 / start(layers[-2].weight)) ** 0.5)
+            nn.init.zeros_(layers[-2].bias)
+    return nn.Sequential(nn.Sequential(*layers), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 8))
+
+
+def fade(model, size=(8, 1, 16, 16)):
+    x, y = torch.randn(size), torch.randint(8, (size[0],))
+    evidence = evidence_of(model, lambda: nn.functional.cross_entropy(model(x), y))
+    return confirmed_ids(where_does_the_signal_go, evidence)
+
+
+def test_a_start_that_counts_the_outputs_too():
+    """A few blocks are enough where each takes most of the signal; with the right count or PyTorch's own none does."""
+    assert fade(images(lambda weight: weight.numel())) == ["vanishing-signal/depth"]
+    assert fade(images(lambda weight: weight[0].numel())) == []
+    assert fade(images(None)) == []
+    deep = nn.Sequential(*[m for _ in range(12) for m in (nn.Linear(64, 64), nn.ReLU())], nn.Linear(64, 8))
+    assert fade(deep, (32, 64)) == []
 
 
 def test_a_validation_before_the_step_is_not_taken_for_it():
@@ -157,3 +187,47 @@ def test_layers_numbered_by_name_and_at_the_top_of_a_sequential():
 
 def test_modules_beside_each_other_are_no_chain():
     assert not verdicts(Heads())
+
+
+class Through(nn.Module):
+    """Codes that are judged through a recurrent decoder; a second head beside it gets the same large gradients."""
+
+    def __init__(self, strength, frozen=True, cell=nn.RNN):
+        super().__init__()
+        self.code, self.decoder, self.head = nn.Linear(6, 6), cell(6, 32, batch_first=True), nn.Linear(32, 1)
+        self.aside = nn.Linear(6, 1)
+        with torch.no_grad():
+            weight = self.decoder.weight_hh_l0
+            weight.copy_(strength * torch.linalg.qr(torch.randn(weight.shape))[0])
+        self.decoder.requires_grad_(not frozen)
+
+    def forward(self, x):
+        codes = self.code(x)
+        return self.head(self.decoder(codes)[0]) + self.aside(codes)
+
+
+def step_through(model):
+    x = torch.randn(8, 80, 6)
+    return evidence_of(model, lambda: model(x).square().mean())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_recurrence_in_one_operation_that_multiplies(frozen):
+    (found,) = where_does_the_signal_go(step_through(Through(3.0, frozen)))
+    assert found.id == "exploding-signal/time" and found.confidence == "proven"
+    assert found.where.startswith("decoder") and "times as large before it as behind it" in found.evidence[0]
+
+
+@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrences_that_do_not(cell):
+    model = Through(0.9, cell=cell)
+    assert not confirmed_ids(where_does_the_signal_go, step_through(model))
+
+
+def test_what_only_rescales_multiplies_nothing():
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-6), model[0].bias.zero_()
+    model[1].eps = 1e-20
+    x = torch.randn(8, 6)
+    assert not confirmed_ids(where_does_the_signal_go, evidence_of(model, lambda: model(x).square().mean()))

@@ -5,7 +5,7 @@ import torch
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.single_values import is_one_value_normalised
+from gradproof.experiments.normalisation import does_normalisation_help
 
 
 class OwnNorm(nn.Module):
@@ -37,7 +37,7 @@ def verdicts(*middle):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), *middle, nn.Flatten(), nn.Linear(8, 2))
     x, y = torch.randn(6, 3, 8, 8), torch.randint(0, 2, (6,))
     evidence = evidence_of(model, lambda: nn.functional.cross_entropy(model(x), y))
-    return list(is_one_value_normalised(evidence))
+    return list(does_normalisation_help(evidence))
 
 
 @pytest.mark.parametrize("norm", [nn.GroupNorm(8, 8), nn.LayerNorm([1, 1]), nn.LayerNorm(1), OwnNorm(-1)])
@@ -50,7 +50,7 @@ def test_single_values_are_named_with_what_they_cut_off(norm):
 def test_inputs_normalised_one_by_one():
     model = nn.Sequential(nn.LayerNorm(1), nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
     x, y = torch.randn(16, 1), torch.randn(16, 1)
-    (found,) = is_one_value_normalised(evidence_of(model, lambda: (model(x) - y).pow(2).mean()))
+    (found,) = does_normalisation_help(evidence_of(model, lambda: (model(x) - y).pow(2).mean()))
     assert found.evidence[1].startswith("the inputs reach")
 
 
@@ -71,4 +71,4 @@ def test_instances_are_normalised_over_their_positions():
         nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)
     )
     x = torch.randn(6, 3, 8, 8)
-    assert not confirmed_ids(is_one_value_normalised, evidence_of(model, lambda: model(x).pow(2).mean()))
+    assert not confirmed_ids(does_normalisation_help, evidence_of(model, lambda: model(x).pow(2).mean()))

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradproof
 from gradproof.diagnosis.ranking import diagnose
-from gradproof.experiments.start_of_scores import where_do_scores_start
+from gradproof.experiments.initial import where_does_it_start
 from gradproof.experiments.stop_gradients import does_gradient_reach_what_it_must_not
 
 G = torch.Generator().manual_seed(0)
@@ -39,7 +39,7 @@ def step(model, clicks=CLICKS):
 
 
 def test_factors_that_are_all_positive():
-    (verdict,) = where_do_scores_start(step(Factors()))
+    (verdict,) = where_does_it_start(step(Factors()))
     assert verdict.id == "bad-init/scores-one-sided" and verdict.numbers == {"guess": math.log(2)}
     line = Path(__file__).read_text().splitlines()[int(verdict.where.rpartition(":")[2].rstrip(")")) - 1]
     assert line.strip().startswith(("self.user = nn.Parameter", "self.item = nn.Parameter"))
@@ -54,7 +54,18 @@ def test_factors_that_are_all_positive():
     ],
 )
 def test_starts_that_may_be(model, clicks):
-    assert confirmed_ids(where_do_scores_start, step(model, clicks)) == []
+    assert confirmed_ids(where_does_it_start, step(model, clicks)) == []
+
+
+def test_a_batch_of_a_large_data_set():
+    """Only the batch is on the tape: the question is asked of it all the same."""
+    data = torch.randn(1 << 15, 640, generator=G)  # 84 MB
+    model, rows = nn.Linear(640, 1), torch.arange(128)
+    evidence = evidence_of(
+        model, lambda: F.binary_cross_entropy_with_logits(model(data[rows]).squeeze(1), CLICKS)
+    )
+    assert any(slot.index not in evidence.tape.memory_of for slot in evidence.roles.inputs)
+    assert confirmed_ids(where_does_it_start, evidence) == []
 
 
 def test_a_score_of_two_tables_is_not_a_prediction_and_its_target():

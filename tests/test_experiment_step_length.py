@@ -1,11 +1,12 @@
 """Steps that overshoot, that crawl, and of a fitting length; gradients that are right and one that is not."""
 
+import pytest
 import torch
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.gradient import is_the_gradient_right
-from gradproof.experiments.step_length import is_the_step_too_long_or_short, straight_until
+from gradproof.experiments.step_length import Probe, is_the_step_too_long_or_short, straight_until
 
 
 def regression(
@@ -63,6 +64,31 @@ def test_an_objective_without_a_floor_falls_straight_and_proves_nothing():
     assert straight_until(1.0, {10.0: 0.95, 100.0: 0.94, 1000.0: 0.93}) == 0
 
 
+@pytest.mark.parametrize("lr, crawls", [(1e-4, True), (1e-2, False)])
+def test_a_slow_rate_that_gets_there_is_no_crawl(lr, crawls):
+    """A table of scores from zero on: a hundred times the step is better, and yet it is on its way."""
+    torch.manual_seed(0)
+    scores = nn.Embedding(9, 9)
+    nn.init.zeros_(scores.weight)
+    optimizer = torch.optim.SGD(scores.parameters(), lr=lr)
+
+    def loss():
+        tokens = torch.randint(0, 9, (64,))
+        return nn.functional.cross_entropy(scores(tokens), (2 * tokens) % 9)
+
+    train = plain_step(scores, optimizer, loss)
+    said = examine(is_the_step_too_long_or_short, scores, optimizer, train, steps=60)
+    crawling = [v for v in said if v.id == "lr-too-low/tiny-steps" and not v.if_troubled]
+    assert any(v.level == "problem" and v.confidence == "proven" for v in crawling) is crawls
+
+
+@pytest.mark.parametrize("dip, overshoots", [(3e-4, True), (3e-6, False)])
+def test_a_dip_that_rounding_could_make_is_none(dip, overshoots):
+    """Momentum may go up from the start: then the loss is least at a step of no length, but for rounding."""
+    losses = {1e-5: 1 - dip, 1e-3: 1.0001, 0.01: 1.001, 0.1: 1.01, 0.5: 1.05, 1.0: 1.1, 2.0: 1.2}
+    assert Probe(3, 1.0, losses).overshoots is overshoots
+
+
 class HalfBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -87,3 +113,20 @@ def test_a_backward_that_is_not_the_derivative():
 def test_a_right_gradient():
     said = regression(0.01, steps=1, experiment=is_the_gradient_right)
     assert {(v.verdict, v.family) for v in said} == {("excluded", "wrong-gradient")}
+
+
+def test_a_loss_that_varies_at_every_length_is_no_matter_of_the_rate():
+    """Through a decoder that multiplies small changes, each length of the step is as good as any other."""
+    torch.manual_seed(0)
+    model, decoder = nn.Linear(4, 4), nn.RNN(4, 32, batch_first=True).requires_grad_(False)
+    decoder.weight_hh_l0.data = 4 * torch.linalg.qr(torch.randn(32, 32))[0]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def loss():
+        x = torch.randn(16, 100, 4)
+        return 100 * (decoder(model(x))[0] - decoder(x)[0]).square().mean()
+
+    said = examine(
+        is_the_step_too_long_or_short, model, optimizer, plain_step(model, optimizer, loss), steps=6
+    )
+    assert not ids(said) and any("none is right" in v.reason for v in said if v.verdict == "undecided")

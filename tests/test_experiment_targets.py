@@ -194,3 +194,57 @@ def test_an_error_held_against_zeros_has_its_target_in_the_error():
         return F.smooth_l1_loss(error, torch.zeros_like(error))
 
     assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, loss))
+
+
+def test_two_networks_that_take_turns_have_neighbours_of_their_own():
+    """A discriminator on images and a generator on noise, of other widths: each has too few samples for itself."""
+    memory: dict = {}
+    for width in (5, 3, 5, 3):
+        model, x = nn.Linear(width, 4), X[:40, :width]
+        evidence = evidence_of(model, lambda m=model, x=x: F.cross_entropy(m(x), Y[:40]), memory=memory)
+        assert not confirmed_ids(do_targets_belong_to_inputs, evidence)
+    assert len([key for key in memory if key.startswith("neighbours")]) == 2
+
+
+def contrast(order, noise=0.3):
+    """SimCLR: two views of each of 16 samples, stacked, or in two halves, as the loss wants them."""
+    torch.manual_seed(0)
+    model, samples = nn.Linear(12, 6), torch.randn(16, 12)
+    views = [samples + noise * torch.randn(16, 12) for _ in range(2)]
+    batch = torch.cat(views) if order == "halves" else torch.stack(views, 1).flatten(0, 1)
+
+    def loss():
+        z = F.normalize(model(batch), dim=1)
+        scores = (z @ z.T / 0.2).masked_fill(torch.eye(32, dtype=torch.bool), -1e9)
+        return F.cross_entropy(scores, (torch.arange(32) + 16) % 32)
+
+    return confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, loss))
+
+
+def test_views_of_another_sample():
+    assert contrast("neighbours") == ["data-target-misaligned/views-of-another-sample"]
+    assert contrast("halves") == []
+    assert contrast("neighbours", noise=3.0) == []  # nobody can tell who belongs to whom
+
+
+def distil(order, computed=False):
+    torch.manual_seed(0)
+    model, teacher, x = nn.Linear(5, 4), nn.Linear(5, 4), torch.randn(200, 5)
+    labels = (x @ torch.randn(5, 4)).argmax(1)
+    stored = (4 * F.one_hot(labels, 4) + 0.5 * torch.randn(200, 4))[order]
+
+    def loss():
+        scores = model(x)
+        with torch.no_grad():
+            soft = (teacher(x) if computed else stored).softmax(1)
+        divergence = F.kl_div(scores.log_softmax(1), soft, reduction="batchmean")
+        return divergence + F.cross_entropy(scores, labels)
+
+    return confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, loss))
+
+
+def test_stored_targets_of_other_samples():
+    shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    assert distil(shuffled) == ["data-target-misaligned/two-targets"]
+    assert distil(torch.arange(200)) == []
+    assert distil(shuffled, computed=True) == []  # a teacher that knows nothing yet

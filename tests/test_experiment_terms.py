@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
+from taped_trainings import evidence_of_step
 from torch import nn
 
 from gradproof.experiments.accumulation import do_micro_batches_add_up
-from gradproof.experiments.evidence import Evidence
-from gradproof.experiments.terms import are_terms_weighed_alike, is_the_loss_the_right_way_up
-from gradproof.tape.record import record
+from gradproof.experiments.terms import is_the_loss_the_right_way_up
+from gradproof.experiments.weighing import are_terms_weighed_alike
+from gradproof.tape.living import Living
 
 X, Y, CLASS = torch.randn(20, 5), torch.randn(20, 3), torch.randint(0, 3, (20,))
 YES = (Y > 0).float()
@@ -46,8 +47,8 @@ def test_maximised_on_purpose():
 def test_maximised_though_it_is_a_loss(name):
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
-    memory = {"facts": {"_optimizers_made": {id(optimizer): "train.py:7"}}}
-    evidence = evidence_of(model, lambda: LOSSES[name](model(X)), optimizer=optimizer, memory=memory)
+    facts = {"_optimizers_made": Living([(optimizer, "train.py:7")])}
+    evidence = evidence_of(model, lambda: LOSSES[name](model(X)), optimizer=optimizer, facts=facts)
     (found,) = is_the_loss_the_right_way_up(evidence)
     assert (found.id, found.where) == ("optimizer-config/maximize", "train.py:7")
 
@@ -76,13 +77,13 @@ def test_a_generator_that_maximises_the_discriminators_loss():
     assert not confirmed_ids(is_the_loss_the_right_way_up, evidence)
 
 
-def test_an_adversary_beside_the_loss_is_a_warning():
+def test_an_adversary_beside_the_loss_is_a_note():
     model = nn.Linear(5, 6)
     evidence = evidence_of(
         model, lambda: F.cross_entropy(model(X)[:, :3], CLASS) - 0.1 * F.mse_loss(model(X)[:, 3:], Y)
     )
     (said,) = [v for v in is_the_loss_the_right_way_up(evidence) if v.id]
-    assert said.level == "warning"
+    assert (said.level, said.confidence) == ("note", "possible")
 
 
 def test_policy_gradient():
@@ -184,32 +185,38 @@ def test_a_divergence_that_is_not_averaged():
 def test_micro_batches(divisor, ids):
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with record({p: n for n, p in model.named_parameters()}) as tape:
+
+    def step():
         optimizer.zero_grad()
         for x, y in zip(X.split(5), CLASS.split(5), strict=True):
             (F.cross_entropy(model(x), y) / divisor).backward()
         optimizer.step()
-    evidence = Evidence(tape, 1, {"": model}, [optimizer], [1.0])
+
+    evidence = evidence_of_step(step, {"": model}, [optimizer], losses=[1.0])
     assert confirmed_ids(do_micro_batches_add_up, evidence) == ids
 
 
 def test_terms_of_a_micro_batch_that_are_weighed_and_divided():
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with record({p: n for n, p in model.named_parameters()}) as tape:
+
+    def step():
         optimizer.zero_grad()
         for x, y in zip(X.split(5), CLASS.split(5), strict=True):
             loss = 7.2 * model(x).square().mean() + 0.2 * F.cross_entropy(model(x), y)
             (loss / 4).backward()
         optimizer.step()
-    assert not confirmed_ids(do_micro_batches_add_up, Evidence(tape, 1, {"": model}, [optimizer], [1.0]))
+
+    evidence = evidence_of_step(step, {"": model}, [optimizer], losses=[1.0])
+    assert not confirmed_ids(do_micro_batches_add_up, evidence)
 
 
 @pytest.mark.parametrize("added", [True, False])
 def test_gradients_assigned_and_added(added):
     model = nn.Linear(5, 3)
     optimizer, parameters = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
-    with record({p: n for n, p in model.named_parameters()}) as tape:
+
+    def step():
         optimizer.zero_grad()
         for x, y in zip(X.split(5), CLASS.split(5), strict=True):
             found = torch.autograd.grad(F.cross_entropy(model(x), y) / 4, parameters)
@@ -217,7 +224,8 @@ def test_gradients_assigned_and_added(added):
                 old = parameter.grad if added else None
                 parameter.grad = gradient if old is None else old + gradient
         optimizer.step()
-    evidence = Evidence(tape, 1, {"": model}, [optimizer], [1.0])
+
+    evidence = evidence_of_step(step, {"": model}, [optimizer], losses=[1.0])
     lost = [] if added else ["grad-accumulation-error/overwritten"]
     assert confirmed_ids(do_micro_batches_add_up, evidence) == lost
 
@@ -232,9 +240,8 @@ def test_a_closure_called_many_times_accumulates_nothing():
         loss.backward()
         return loss
 
-    with record({p: n for n, p in model.named_parameters()}) as tape:
-        optimizer.step(closure)
-    assert not confirmed_ids(do_micro_batches_add_up, Evidence(tape, 1, {"": model}, [optimizer], [1.0]))
+    evidence = evidence_of_step(lambda: optimizer.step(closure), {"": model}, [optimizer])
+    assert not confirmed_ids(do_micro_batches_add_up, evidence)
 
 
 @pytest.mark.parametrize("sign, found", [(1, ["loss-scale-or-sign/sign"]), (-1, [])])
@@ -245,4 +252,90 @@ def test_labels_that_are_drawn_in_the_step_are_labels(sign, found):
         labels = torch.randint(0, 3, (20,))
         return sign * F.log_softmax(model(X), 1)[torch.arange(20), labels].mean()
 
+    assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found
+
+
+RETURNS, OLD = torch.linspace(-1.0, 2.0, 20), torch.full((20,), -1.1)
+CHOICES = {  # a network's scores -> the loss, and whether it weighs what a policy chose
+    "log of what was picked": (
+        lambda out: -(out.softmax(1).gather(1, CLASS[:, None]).log().squeeze(1) * RETURNS).mean(),
+        True,
+    ),
+    "twice weighed": (
+        lambda out: (-0.5 * RETURNS * out.softmax(1)[torch.arange(20), CLASS].log() * RETURNS).mean(),
+        True,
+    ),
+    "clipped ratio": (
+        lambda out: (
+            -torch.min(
+                (out.log_softmax(1)[torch.arange(20), CLASS] - OLD).exp().clamp(0.8, 1.2) * RETURNS,
+                (out.log_softmax(1)[torch.arange(20), CLASS] - OLD).exp() * RETURNS,
+            ).mean()
+        ),
+        True,
+    ),
+    "one action at a time": (
+        lambda out: sum(
+            -torch.distributions.Categorical(logits=row).log_prob(action) * 0.9**n
+            for n, (row, action) in enumerate(zip(out, CLASS, strict=True))
+        ),
+        True,
+    ),
+    "labels": (lambda out: -0.5 * out.log_softmax(1).gather(1, CLASS[:, None]).mean(), False),
+    "labels under a mask": (
+        lambda out: -(out.log_softmax(1).gather(1, CLASS[:, None]).squeeze(1) * (RETURNS > 0)).sum(),
+        False,
+    ),
+    "focal": (
+        lambda out: (
+            -(
+                (1 - out.softmax(1).gather(1, CLASS[:, None])) ** 2
+                * out.log_softmax(1).gather(1, CLASS[:, None])
+            ).mean()
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_loss_that_weighs_choices_is_known_for_one(name):
+    make_loss, weighs = CHOICES[name]
+    model = nn.Linear(5, 3)
+    evidence = evidence_of(model, lambda: make_loss(model(X)))
+    list(is_the_loss_the_right_way_up(evidence))
+    assert evidence.noted.get("policy_loss", False) is weighs
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("turned", [lambda a: -a, lambda a: -1.0 * a, lambda a: a * -0.5])
+def test_a_minus_before_the_advantage(turned, sign):
+    """Minimised is -advantage * ratio, as PPO is often written; with another minus it is upside down."""
+    model = nn.Linear(5, 3)
+
+    def loss():
+        ratio = (model(X).log_softmax(1)[torch.arange(20), CLASS] - OLD).exp()
+        advantage = RETURNS - 0.5
+        return sign * (turned(advantage) * ratio).mean()
+
+    found = confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, loss))
+    assert found == ([] if sign > 0 else ["loss-scale-or-sign/policy-sign"])
+
+
+@pytest.mark.parametrize(("sign", "found"), [(1.0, []), (-1.0, ["loss-scale-or-sign/sign"])])
+def test_answers_chosen_and_rejected(sign, found):
+    """Of a pair one answer is to become less likely; a likelihood alone that falls is the wrong way round."""
+    model, chosen, rejected = nn.Linear(5, 3), CLASS, (CLASS + 1) % 3
+
+    def likelihood(answer):
+        return model(X).log_softmax(-1).gather(-1, answer.unsqueeze(-1)).squeeze(-1)
+
+    def preference():
+        better, worse = likelihood(chosen), likelihood(rejected)
+        return -F.logsigmoid((better - better.detach()) - (worse - worse.detach())).mean()
+
+    def alone():
+        return likelihood(chosen).mean()
+
+    step = preference if sign > 0 else alone
     assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
-from gradproof.experiments.tiles import ID, is_the_mask_tiled_like_the_tokens
+from gradproof.experiments.attention import where_does_attention_look
 
 B, T, WIDTH = 8, 5, 8
 STATES, ACTIONS = torch.randint(0, 6, (B, T)), torch.randint(0, 4, (B, T))
@@ -47,14 +47,16 @@ def step(mask, interleaved, fused):
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_mask_tiled_in_another_order_than_the_tokens(fused):
     for mask, interleaved in ((BY_STREAM, True), (BY_STEP, False)):
-        assert confirmed_ids(is_the_mask_tiled_like_the_tokens, step(mask, interleaved, fused)) == [ID]
+        assert confirmed_ids(where_does_attention_look, step(mask, interleaved, fused)) == [
+            "attention-mask-error/tiled-in-another-order"
+        ]
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_mask_tiled_like_the_tokens(fused):
     for mask, interleaved in ((BY_STREAM, False), (BY_STEP, True)):
         evidence = step(mask, interleaved, fused)
-        assert excluded_families(is_the_mask_tiled_like_the_tokens, evidence) == ["attention-mask-error"]
+        assert excluded_families(where_does_attention_look, evidence) == ["attention-mask-error"]
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -62,4 +64,4 @@ def test_other_masks_are_left_alone(interleaved):
     """Each token after the other, also of a prompt and its answer one behind the other; everything; a window."""
     window = EACH & EACH.T.logical_not().triu(-3).logical_or(torch.eye(2 * T, dtype=torch.bool))
     for mask in (EACH, torch.ones_like(EACH), window):
-        assert not list(is_the_mask_tiled_like_the_tokens(step(mask, interleaved, True)))
+        assert not list(where_does_attention_look(step(mask, interleaved, True)))

@@ -9,7 +9,7 @@ from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 from torch.distributions import Normal
 
-from gradproof.experiments.unbounded import does_an_output_run_away
+from gradproof.experiments.runaway import does_the_loss_run_away
 
 X, Y = torch.randn(32, 4), torch.randn(32, 2)
 FALLING = [2.0, 1.5, 1.0, -5.0, -9.0, -14.0]
@@ -37,7 +37,7 @@ def by_softplus(out, sign):
 
 
 def said(model, loss, losses=FALLING, **kwargs):
-    return confirmed_ids(does_an_output_run_away, evidence_of(model, loss, losses=losses, **kwargs))
+    return confirmed_ids(does_the_loss_run_away, evidence_of(model, loss, losses=losses, **kwargs))
 
 
 @pytest.mark.parametrize("loss", [by_log_variance, by_columns, by_softplus])
@@ -50,7 +50,7 @@ def test_the_sign_of_the_variance(loss, sign, found):
 def test_it_is_named_where_it_is_added():
     model = network()
     evidence = evidence_of(model, lambda: by_log_variance(model(X), -1), losses=FALLING)
-    (found,) = does_an_output_run_away(evidence)
+    (found,) = does_the_loss_run_away(evidence)
     number = int(found.where.rpartition(":")[2])
     assert Path(__file__).read_text().splitlines()[number - 1].endswith("# here")
 

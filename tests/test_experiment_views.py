@@ -5,7 +5,7 @@ import torch
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.views import is_a_view_in_place_of_a_transpose, scrambles
+from gradproof.experiments.shapes import do_shapes_meet, scrambles
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,8 @@ def hidden_state_step(make):
 def test_a_hidden_state_viewed_instead_of_transposed():
     wrong = hidden_state_step(lambda h: h.view(5, -1))
     right = hidden_state_step(lambda h: h.transpose(0, 1).reshape(5, -1))
-    assert confirmed_ids(is_a_view_in_place_of_a_transpose, wrong) == [
-        "axis-or-shape-error/view-for-transpose"
-    ]
-    assert not confirmed_ids(is_a_view_in_place_of_a_transpose, right)
+    assert confirmed_ids(do_shapes_meet, wrong) == ["axis-or-shape-error/view-for-transpose"]
+    assert not confirmed_ids(do_shapes_meet, right)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -59,4 +57,4 @@ def test_torch_attention_is_silent(batch_first):
     model = nn.MultiheadAttention(8, 2, batch_first=batch_first)
     x = torch.randn(2, 5, 8, requires_grad=True)
     evidence = evidence_of(model, lambda: model(x, x, x)[0].pow(2).mean())
-    assert not confirmed_ids(is_a_view_in_place_of_a_transpose, evidence)
+    assert not confirmed_ids(do_shapes_meet, evidence)

@@ -7,7 +7,6 @@ from torch import nn
 
 from gradproof.diagnosis.gains import find_gain_change
 from gradproof.diagnosis.ranking import diagnose
-from gradproof.experiments import examination
 from gradproof.experiments.gains import gains_by_module
 from gradproof.record.run import open_run
 from gradproof.tape.record import record
@@ -54,9 +53,8 @@ def train(growth, steps=40):
     return max(model.named_parameters(), key=lambda named: named[1].grad.norm())[0]
 
 
-def test_the_block_that_grows_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(examination, "EXPERIMENTS", ())
-    largest = examine(tmp_path / "run", lambda: train(growth=1.3))
+def test_the_block_that_grows_is_named(tmp_path):
+    largest = examine(tmp_path / "run", lambda: train(growth=1.3), questions=("where_was_it_born",))
     run = open_run(tmp_path / "run")
     change = find_gain_change(run)
     assert change.path.startswith("blocks.3") and change.growth > 100
@@ -66,9 +64,8 @@ def test_the_block_that_grows_is_named(tmp_path, monkeypatch):
     assert any("gain of blocks.3" in line and "at step 1 to" in line for line in finding.evidence)
 
 
-def test_a_steady_stack_has_no_place_to_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(examination, "EXPERIMENTS", ())
-    examine(tmp_path / "run", lambda: train(growth=1.0))
+def test_a_steady_stack_has_no_place_to_name(tmp_path):
+    examine(tmp_path / "run", lambda: train(growth=1.0), questions=("where_was_it_born",))
     run = open_run(tmp_path / "run")
     assert [event["step"] for event in run.events if event["event"] == "gains"] == [1, 3, 10, 32]
     assert find_gain_change(run) is None and find_gain_change(run, growing=False) is None

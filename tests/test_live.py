@@ -1,13 +1,17 @@
 """The page while a run grows: it follows to the end, compares, and lets nobody in who should not be."""
 
 import http.client
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from page_runs import RunMaker, Tab, open_browser, write_run
@@ -157,13 +161,13 @@ def test_other_machines_need_a_token(serve, tmp_path):
 
 def test_a_run_that_cannot_be_read_is_said(browser, serve, tmp_path):
     run = write_run(tmp_path / "run", steps=3)
-    (run / "run.json").write_text('{"format": 1, "tensors": [{}]}')  # nothing that gradproof writes
+    (run / "run.json").write_text('{"format": 1')
     server = serve(run)
     status, body, _ = get(server, "/data?run=run")
-    assert status == 500 and b"KeyError" in body
+    assert status == 404 and b"is damaged" in body
     page = browser.new_page()
     page.goto(server.url)
-    page.wait_for_selector("main >> text=The page could not be built: data?run=run: KeyError")
+    page.wait_for_selector("main >> text=The page could not be built: data?run=run:")
     page.close()
 
 
@@ -288,3 +292,109 @@ def test_the_server_ends_when_its_owner_is_gone(tmp_path):
     server.stdin.close()
     assert server.wait(timeout=10) == 0 and time.monotonic() - began < 5
     server.stdout.close()
+
+
+def test_one_bad_run_does_not_hide_the_others(serve, tmp_path):
+    write_run(tmp_path / "good", steps=3)
+    for name in ("inf", "pipe", "list", "odd", "loop", "rows"):
+        write_run(tmp_path / name, steps=3)
+    with open(tmp_path / "inf" / "steps.csv", "a") as stream:
+        stream.write("inf" + "," * 17 + "\n")
+    (tmp_path / "pipe" / "run.json").unlink()
+    os.mkfifo(tmp_path / "pipe" / "run.json")
+    (tmp_path / "list" / "run.json").write_text("[1]")
+    (tmp_path / "loop" / "run.json").unlink()
+    (tmp_path / "loop" / "run.json").symlink_to("run.json")
+    (tmp_path / "rows" / "steps.csv").unlink()
+    os.mkfifo(tmp_path / "rows" / "steps.csv")
+    os.rename(tmp_path / "odd", os.path.join(os.fsencode(tmp_path), b"\xff\xfe\x1b[2J"))
+    server = serve(tmp_path)
+    status, body, _ = get(server, "/runs")
+    names = {run["name"]: run["steps"] for run in json.loads(body)["runs"]}
+    assert status == 200 and names["good"] == 3 and names["\\udcff\\udcfe\\x1b[2J"] == 3
+    assert {"inf", "list", "rows"} <= names.keys() and not {"pipe", "loop"} & names.keys()
+    assert get(server, "/data?run=" + urllib.parse.quote("\\udcff\\udcfe\\x1b[2J"))[0] == 200
+    assert get(server, "/data?run=list")[0] == 404
+
+
+def test_a_link_out_of_a_run_is_not_shown(serve, tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name, steps=3)
+    (tmp_path / "letters").write_text("my letters")
+    (tmp_path / "runs" / "a" / "script.py.txt").write_text("x = 1\n")
+    (tmp_path / "runs" / "b" / "script.py.txt").symlink_to(tmp_path / "letters")
+    status, body, _ = get(serve(tmp_path / "runs"), "/compare?run=a&run=b")
+    assert status == 200 and json.loads(body)["comparison"]["code"] == ["", ""]
+
+
+@pytest.mark.parametrize("token", ["a;b", "two words", "a=b&c#d%", 'quo"te', "ä"])
+def test_any_token_opens(serve, tmp_path, token):
+    write_run(tmp_path / "run", steps=3)
+    server = serve(tmp_path, token=token)
+    status, _, headers = get(server, "/" + server.url.rpartition("/")[2])
+    assert status == 303 and get(server, "/runs")[0] == 403
+    assert get(server, "/runs", cookie=headers["Set-Cookie"].split(";")[0])[0] == 200
+
+
+def test_five_hundred_ask_at_once(serve, tmp_path):
+    write_run(tmp_path / "run", steps=3)
+    server = serve(tmp_path)
+    with ThreadPoolExecutor(500) as pool:
+        begin = threading.Barrier(500)
+
+        def ask(number):
+            begin.wait()
+            return get(server, "/runs" if number % 2 else "/")[0]
+
+        assert set(pool.map(ask, range(500))) == {200}
+
+
+def test_who_does_not_ask_is_sent_away(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradproof.report.live.TO_ASK", 0.5)
+    write_run(tmp_path / "run", steps=3)
+    server = serve(tmp_path)
+    silent, dripping = (socket.create_connection(server.server_address[:2], timeout=10) for _ in range(2))
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        for byte in b"GET /runs HTTP/1.1\r\nX-Slow: " + b"x" * 1000:
+            dripping.sendall(bytes([byte]))
+            time.sleep(0.05)
+    assert time.monotonic() - began < 10
+    assert silent.recv(1) == b""
+    assert get(server, "/runs")[0] == 200
+    silent.close()
+    dripping.close()
+
+
+def test_there_is_room_for_so_many_and_no_more(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradproof.report.live.MOST_CONNECTIONS", 3)
+    write_run(tmp_path / "run", steps=3)
+    server = serve(tmp_path)
+    idle = [socket.create_connection(server.server_address[:2]) for _ in range(3)]
+    patience = time.monotonic() + 10
+    while get(server, "/runs")[0] != 503 and time.monotonic() < patience:
+        time.sleep(0.05)
+    assert get(server, "/runs")[0] == 503
+    for connection in idle:
+        connection.close()
+    while get(server, "/runs")[0] != 200 and time.monotonic() < patience:
+        time.sleep(0.05)
+    assert get(server, "/runs")[0] == 200
+
+
+def test_few_runs_are_kept_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradproof.report.live.MOST_PACKED", 2)
+    for name in "abc":
+        write_run(tmp_path / name, steps=3)
+    runs = Runs(tmp_path)
+    packed = [runs.pack(name) for name in "abc"]
+    assert runs.pack("c") is packed[2] and runs.pack("b") is packed[1] and runs.pack("a") is not packed[0]
+
+
+@pytest.mark.parametrize(
+    "path", ["//[", "/runs?" + "&".join("a=1" for _ in range(1000)), "/data?run=%ff%00%1b"]
+)
+def test_what_is_no_address_gets_a_sentence(serve, tmp_path, path):
+    write_run(tmp_path / "run", steps=3)
+    status, body, _ = get(serve(tmp_path), path)
+    assert status in (400, 404) and b"Traceback" not in body and b"\x1b" not in body

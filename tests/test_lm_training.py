@@ -112,6 +112,7 @@ def wait_for_step(run, step, process):
     raise AssertionError(process.communicate())
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_in_the_same_weights(text, tmp_path):
     arguments = ["--data", text, "--steps", 120, "--evaluate-every", 20, *SMALL_ARGUMENTS]
     killed = gradproof("train", *arguments, "--out", tmp_path / "killed")

@@ -1,5 +1,7 @@
 """cross_entropy against 50 digits: random rows, confident targets, offsets, -inf, in float32 and bfloat16."""
 
+import math
+
 import mpmath
 import numpy as np
 import pytest
@@ -48,6 +50,13 @@ def exact(logits, target):
         return float(mpmath.log1p(others)), torch.tensor([float(g) for g in gradient], dtype=torch.float64)
 
 
+def lost_to_the_shift(logits, target):
+    """A target that is far ahead has losses under 1e-7, made of exponents that were rounded when all were shifted."""
+    others = torch.cat([logits[:target], logits[target + 1 :]]).float()
+    ahead = float(logits[target]) - float(others.max()) if others.numel() else 0.0
+    return 2.0**-24 * ahead if 16 < ahead < math.inf else 0.0  # half an ulp of the difference
+
+
 def assert_right(backend, logits, target):
     gradient = torch.full_like(logits[None], torch.nan)
     targets, scale = torch.tensor([target]), torch.ones((), dtype=torch.float64)
@@ -56,7 +65,7 @@ def assert_right(backend, logits, target):
         on = [t.to(device) for t in (logits[None], targets, scale, gradient)]
         loss, _ = backend.losses_and_gradient(on[0], on[1], None, None, LossOptions(), on[2], on[3])
     loss_exact, dexact = exact(logits, target)
-    assert abs(loss.item() - loss_exact) <= 1e-6 * loss_exact + TINY
+    assert abs(loss.item() - loss_exact) <= (1e-6 + lost_to_the_shift(logits, target)) * loss_exact + TINY
     if logits.dtype == torch.bfloat16:
         # one rounding to the nearest: half an ulp; but the interpreter of Triton rounds towards zero
         ulps = 1.0 if getattr(backend, "INTERPRETED", False) else 0.5

@@ -6,9 +6,12 @@ import sys
 
 import numpy as np
 import pytest
+from examined import write_examination
 from page_runs import LAYERS, RunMaker, Tab, open_browser, write_run
 
 from gradproof.cli import main
+from gradproof.experiments.table import QUESTIONS
+from gradproof.record.prints import pack_row
 from gradproof.record.run import open_run
 from gradproof.report.columns import Columns, upper_half
 from gradproof.report.html import PARTS, SCRIPTS, json_for_script
@@ -31,7 +34,7 @@ def browser(one_browser):
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
-    return report(write_run(tmp_path_factory.mktemp("runs") / "healthy"))
+    return report(write_examination(write_run(tmp_path_factory.mktemp("runs") / "healthy")))
 
 
 def report(*runs):
@@ -42,6 +45,38 @@ def report(*runs):
 
 def open_tab(browser, file, **how):
     return Tab(browser, file.as_uri(), **how)
+
+
+def test_the_page_shows_ranks(browser, tmp_path):
+    """A small curve of each, the one that is away from the others, and the slowest."""
+    for rank in range(3):
+        maker = RunMaker(tmp_path / ("run" if rank == 0 else f"run.rank{rank}"))
+        maker.writer.set_info(rank=rank, world=3)
+        for step in range(12):
+            if rank == 0:
+                maker.step(step)
+            weight = 4.4 if rank == 2 and step >= 8 else 4.0
+            row = {"loss": 1.0 + rank, "gradient": 1.0, "weight": weight, "own": 0.01 + 0.03 * (rank == 1)}
+            maker.writer.append("prints.bin", pack_row(step=step, batch=step + 100 * rank, **row))
+        maker.end()
+    tab = open_tab(browser, report(tmp_path / "run"))
+    shown = tab.text("#ranks")
+    assert (
+        "3 ranks" in shown
+        and "slowest: rank 1, 40 ms" in shown
+        and "not alike at every step: rank 2" in shown
+    )
+    assert tab.ask("document.querySelectorAll('#ranks .rank-curve').length") == 6
+    marked = "[...document.querySelectorAll('#ranks rect title')].map((title) => title.textContent)"
+    assert all(text.startswith("rank 2, step ") for text in tab.ask(marked)) and len(tab.ask(marked)) == 4
+    assert "Ranks" in tab.text("nav") and not tab.errors
+
+
+def test_one_process_has_no_ranks(browser, healthy):
+    tab = open_tab(browser, healthy)
+    assert (
+        "Ranks" not in tab.text("nav") and not tab.ask("document.getElementById('ranks')") and not tab.errors
+    )
 
 
 # what is packed ------------------------------------------------------------------------------------------------
@@ -181,6 +216,24 @@ def test_it_opens_on_the_verdict_without_errors_or_requests(browser, healthy):
     assert tab.text("header").count("40 steps") == 1
     assert tab.requests == [healthy.as_uri()] and tab.errors == []
     assert "train.py --lr 0.1" in tab.text("#environment")
+    assert f"{len(QUESTIONS)} questions of 6 steps: all answered." in tab.text(".asked")
+
+
+def test_it_claims_nothing_that_was_not_asked(browser, tmp_path):
+    run = write_run(tmp_path / "run", failure="ValueError: <b>no</b>")
+    tab = open_tab(browser, report(run))
+    assert tab.text("#verdict h1").startswith(
+        "Watching stopped early, after 40 steps (ValueError: <b>no</b>)"
+    )
+    assert "Nothing: no step was taped." in tab.text(".asked")
+    late = ("is_it_precision", "is_the_gradient_right")
+    run = write_examination(write_run(tmp_path / "open"), limit=30.0, without=late)
+    tab = open_tab(browser, report(run))
+    assert "Nothing is wrong" not in tab.text("#verdict")
+    assert "2 of 27 core questions are open" in tab.text("#verdict h1")
+    assert "Is every gradient the derivative of the loss? core" in " ".join(tab.text(".asked").split())
+    assert "not asked: the limit of 30 s came first" in tab.text(".asked")
+    assert tab.errors == []
 
 
 def test_the_numbers_on_the_page_are_the_run_s(browser, healthy):
@@ -364,7 +417,7 @@ def test_hostile_names_are_shown_as_text(browser, tmp_path):
     assert tab.page.locator("main img, main script, main b:has-text('run')").count() == 0
     text = tab.text("body")
     assert f"{SCRIPT}.weight" in text and "quotes\"'`</style>.weight" in text
-    assert "two⏎lines.weight" in text and "rtl⟨U+202E⟩gnp.exe.weight" in text and "\u202e" not in text
+    assert r"two\nlines.weight" in text and r"rtl\u202egnp.exe.weight" in text and "\u202e" not in text
     assert f"at {SCRIPT}" in tab.text("#verdict h1") and "<b>run" in tab.text("header")
 
 
@@ -565,13 +618,16 @@ def test_a_run_ends_with_its_page_or_with_the_command_that_makes_it(tmp_path, mo
     from gradproof.diagnosis.ranking import diagnose
 
     run = write_run(tmp_path / "run", steps=3)
-    assert viewing.offer_page(diagnose(run)) == f"page: {run}/report.html" and (run / "report.html").exists()
+    assert (
+        viewing.offer_page(diagnose(run), run) == f"page: {run}/report.html"
+        and (run / "report.html").exists()
+    )
     (run / "report.html").unlink()
     monkeypatch.setattr(viewing, "SMALL", 10)
-    assert viewing.offer_page(diagnose(run)) == f"page: gradproof report {run}"
+    assert viewing.offer_page(diagnose(run), run) == f"page: gradproof report {run}"
     monkeypatch.setattr(viewing, "SMALL", 10**9)
     (run / "report.html").mkdir()
-    assert "could not be written" in viewing.offer_page(diagnose(run))
+    assert "could not be written" in viewing.offer_page(diagnose(run), run)
 
 
 def test_columns_compress_what_they_hold():

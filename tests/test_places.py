@@ -11,7 +11,7 @@ from torch import nn
 import gradproof
 from gradproof.diagnosis.findings import Finding
 from gradproof.diagnosis.places import CALLS, add_place
-from gradproof.experiments.provenance import lines_behind, lines_of_names
+from gradproof.experiments.instruments.source import lines_behind, lines_of_names
 from gradproof.probes.lines import Lines, find_condition, lines_that_set_lr
 from gradproof.record.run import open_run
 from gradproof.tape.operations import Line
@@ -184,15 +184,13 @@ def test_a_cause_and_its_planted_faults_are_in_files_of_one_name(group):
 
 
 def test_what_the_catalogue_names_exists():
-    """Symptoms, experiments and interventions of each family, and every experiment in some family."""
+    """Symptoms and interventions of each family."""
     from gradproof.diagnosis import causes
     from gradproof.diagnosis.causes import CAUSES
-    from gradproof.experiments.examination import EXPERIMENTS, GLANCES
     from gradproof.probes.interventions import INTERVENTIONS
 
     catalogue = Path(causes.__file__)
     source = "".join(file.read_text() for file in catalogue.parent.glob("*.py") if file != catalogue)
-    experiments = {function.__name__ for function in (*GLANCES, *EXPERIMENTS)}
     fixes = {function.__name__ for function in INTERVENTIONS}
     for cause in CAUSES:
         assert cause.raised_by and cause.fix and cause.decided_by and cause.title, cause.family
@@ -200,6 +198,4 @@ def test_what_the_catalogue_names_exists():
             name for name in cause.raised_by if f'"{name}"' not in source and f'/{name}"' not in source
         ]
         assert not missing, (cause.family, missing)
-        assert set(cause.experiments) <= experiments, cause.family
         assert not cause.intervention or cause.intervention in fixes, cause.family
-    assert experiments == {name for cause in CAUSES for name in cause.experiments}

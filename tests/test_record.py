@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from gradproof.diagnosis.ranking import diagnose
 from gradproof.errors import UserError
 from gradproof.record.run import open_run
 from gradproof.record.schema import FORMAT, STATISTICS, STATISTICS_FRAME
@@ -29,7 +31,7 @@ def write_steps(path, steps=3):
 
 def test_what_was_written_reads_back(tmp_path):
     writer = write_steps(tmp_path / "run")
-    writer.write_event("verdict", family="lr-too-high", value=float("nan"))
+    writer.write_event("heard", family="lr-too-high", value=float("nan"))
     writer.close()
     run = open_run(tmp_path / "run")
     assert len(run) == 3 and run.notes == []
@@ -103,7 +105,7 @@ def test_events_keep_what_looks_like_an_end_of_line(tmp_path):
     with open(tmp_path / "run" / "events.jsonl", "a") as stream:
         stream.write("5\n")  # JSON, but no event
     run = open_run(tmp_path / "run")
-    assert [event["text"] for event in run.events] == ["one\u2028line\x85 and\nanother"]
+    assert [event["text"] for event in run.events] == ["one\\u2028line\\x85 and\nanother"]
     assert run.notes == ["events.jsonl: 1 damaged lines are left out"]
 
 
@@ -130,6 +132,42 @@ def test_kill_loses_nothing_that_was_written(tmp_path):
                 break
         process.send_signal(signal.SIGKILL)
     assert len(open_run(tmp_path / "run")) >= 200
+
+
+TRAINING = """
+import sys, torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with open(sys.argv[1], "ab", buffering=0) as steps:
+    for _ in range(int(sys.argv[2])):
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        steps.write(b".")
+"""
+
+
+@pytest.mark.slow
+def test_a_watched_training_that_is_killed_loses_no_row(tmp_path):
+    """Before its first step, in the middle, and where its examination is waited for: twelve in all."""
+    script, finds = tmp_path / "train.py", random.Random(0)
+    script.write_text(TRAINING)
+    moments = [0, 0, *(finds.randrange(1, 3000) for _ in range(8)), 40, 40]
+    for number, moment in enumerate(moments):
+        run, log = tmp_path / f"run{number}", tmp_path / f"log{number}"
+        steps = 40 if moment == 40 else 10**9
+        words = [sys.executable, "-m", "gradproof", "run", "--out", run, script, log, str(steps)]
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            while not (run / "run.json").exists() or (log.stat().st_size if log.exists() else 0) < moment:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.kill()
+        taken = log.stat().st_size if log.exists() else 0
+        found = open_run(run)
+        assert taken <= len(found) <= taken + 1 and found.notes == []
+        first = str(diagnose(found)).splitlines()[0]
+        assert len(found) or first == "No step was recorded: there is nothing to say about training."
 
 
 def test_a_full_disk_is_one_warning(tmp_path):

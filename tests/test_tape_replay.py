@@ -253,6 +253,7 @@ def peak_bytes(function):
     return peak, total, kept
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_memory_while_recording_is_at_most_1_3_times_the_step():
     model = tape_steps.GPT(vocabulary=128, width=64, layers=4, time=64)
     ids = torch.randint(0, 128, (4, 65))
@@ -328,3 +329,31 @@ def test_looking_at_a_step_leaves_no_operations_on_its_tape():
     with record({p: n for n, p in model.named_parameters()}) as tape:
         model(x)
     assert [op.name for op in tape.operations] == ["t", "addmm"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("lengths_on", ["cpu", "cuda"])
+def test_ctc_with_its_lengths_anywhere(device, lengths_on):
+    """Below a mode PyTorch hands lengths on as tensors, and raises where they are not on the GPU."""
+    if "cuda" in (device, lengths_on) and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(12, 3, 5, generator=generator).to(device).requires_grad_()
+    texts = torch.randint(1, 5, (3, 4), generator=generator).to(device)
+    sounds, letters = (torch.tensor(n, device=lengths_on) for n in ([12, 11, 9], [4, 3, 2]))
+
+    def step():
+        scores.grad = None
+        loss = torch.nn.functional.ctc_loss(scores.log_softmax(-1), texts, sounds, letters)
+        loss.backward()
+        return loss.detach().clone(), scores.grad.clone()
+
+    loss, gradient = step()
+    with record() as tape:
+        taped = step()
+    assert not tape.broken and torch.equal(taped[0], loss) and torch.equal(taped[1], gradient)
+    (made,) = [op for op in tape.operations if op.name in ("_ctc_loss", "_cudnn_ctc_loss")]
+    assert made.args[2] == [12, 11, 9] and torch.ctc_loss.__name__ == "ctc_loss"
+    again = replay_forward(tape, keep=made.makes[:1]).values[made.makes[0]]
+    each = again / torch.tensor([4.0, 3.0, 2.0], device=device)
+    assert float(each.mean()) == pytest.approx(float(loss), rel=1e-6)

@@ -1,11 +1,11 @@
-"""The pytest fixture `watched`: a test that trains for some steps fails if the training is sick.
+"""The pytest fixtures `watched` and `trains_well`: a test that trains for some steps fails if the training is sick.
 
 pytest finds it by itself where gradproof is installed. Imports nothing heavy: every pytest session loads this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,3 +39,28 @@ def watched(tmp_path: Path) -> Callable:
             pytest.fail(f"the training is sick\n{render_text(found)}", pytrace=False)
 
     return watch_and_judge
+
+
+@pytest.fixture
+def trains_well(tmp_path: Path) -> Callable:
+    """A few whole steps, each replayed and questioned; `but=("start",)` names what need not hold here.
+
+    Gradients are right, every parameter moves, samples are independent, the first loss is that of a guess, and the
+    update is what the optimizer's rule says.
+
+    def test_my_step(trains_well):
+        trains_well(train_step, model, optimizer)  # train_step() returns its loss
+    """
+
+    def train_and_judge(
+        step: Callable, model: Any, optimizer: Any, *, steps: int = 3, but: Sequence[str] = ()
+    ) -> Path:
+        from gradproof.testing import failed_expectations, record_steps
+
+        run = record_steps(tmp_path / "recorded", step, model, optimizer, steps)
+        failed = failed_expectations(run, but)
+        if failed:
+            pytest.fail("the training is not as it should be\n  " + "\n  ".join(failed), pytrace=False)
+        return run
+
+    return train_and_judge

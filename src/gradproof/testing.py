@@ -1,4 +1,4 @@
-"""For test suites: an assertion for gradients, and hypothesis strategies for the tensors to make it at.
+"""For test suites: assertions for gradients and for a few steps of training, and hypothesis strategies for tensors.
 
 from hypothesis import given
 from gradproof.testing import assert_gradient_matches, tensors
@@ -10,11 +10,13 @@ def test_my_softmax(x):
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradproof.check.gradient import GradientCheck, check_gradient
 
@@ -79,3 +81,99 @@ def in_layout(x: Tensor, layout: str) -> Tensor:
     if layout == "offset":
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
     return x
+
+
+def record_steps(
+    path: str | os.PathLike, step: Callable[[], Any], model: nn.Module, optimizer: Any, steps: int = 3
+) -> Path:
+    """A run of some whole steps, each of them recorded: `gradproof.open(path).ask("gradient")` can be asked of it.
+
+    `step()` clears the gradients, computes the loss, calls backward, steps the optimizer and returns the loss.
+    """
+    from gradproof.probes.capture import capture
+    from gradproof.record.writer import RunWriter
+    from gradproof.tape.record import Recorder
+    from gradproof.tape.specimen import save
+
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    writer = RunWriter(path, {"command": [step.__name__]})
+    losses: list[float] = []
+    for number in range(steps):
+        recorder = Recorder(names)
+        recorder.start()
+        try:
+            loss = step()
+        finally:
+            tape = recorder.stop()
+        if loss is None:
+            raise TypeError("step() has to return its loss")
+        losses.append(float(torch.as_tensor(loss).detach()))
+        if tape.broken:
+            raise AssertionError(f"step {number} could not be recorded: {tape.broken}")
+        save(capture(recorder.state, number, {"": model}, [optimizer], losses), writer.path / "specimens")
+        writer.write_step({"step": number, "loss": losses[-1], "optimizer": 0, "backwards": 1})
+    writer.close()
+    return writer.path
+
+
+# what a few recorded steps are asked -> the words in which the answer is a failure; see ask/kinds.py
+EXPECTATIONS = {
+    "gradients": "every gradient is the derivative of the loss",
+    "movement": "every parameter moves",
+    "independence": "a prediction hears its own sample alone",
+    "start": "the first loss is that of a guess",
+    "update": "the update is what the optimizer's rule says",
+}
+
+
+def failed_expectations(run: str | os.PathLike, but: Sequence[str] = ()) -> list[str]:
+    """Of a run by `record_steps`, what is not as any training should be; `but` names what need not hold."""
+    from gradproof.ask.opened import OpenedRun
+    from gradproof.errors import UserError
+
+    unknown = set(but) - set(EXPECTATIONS)
+    if unknown:
+        raise ValueError(
+            f"there is no expectation {sorted(unknown)[0]!r}; there are {', '.join(EXPECTATIONS)}"
+        )
+    opened = OpenedRun(run)
+    found: list[str] = []
+
+    def expect(name: str, question: str, holds: Callable[[Any], bool], step: int | None = None) -> None:
+        if name in but:
+            return
+        try:
+            answer = opened.ask(question, step=step)
+        except UserError:  # it cannot be asked of such a step: nothing has failed
+            return
+        if not holds(answer):
+            found.append(f"{EXPECTATIONS[name]}: {answer.sentence}")
+
+    expect("gradients", "gradient", lambda answer: not answer.sentence.startswith("No"))
+    expect("independence", "hears", lambda answer: "hear each other" not in answer.sentence)
+    expect("update", "update", lambda answer: not answer.sentence.startswith("No"))
+    expect("start", "where_does_it_start", is_not_confirmed, 0)
+    expect("movement", "does_the_optimizer_hold_everything", is_not_confirmed)
+    if "movement" not in but:
+        still = sorted(unmoved(opened))
+        found += [f"{EXPECTATIONS['movement']}: {', '.join(still[:6])} did not, in any step"] if still else []
+    return found
+
+
+def is_not_confirmed(answer: Any) -> bool:
+    return all(row["verdict"] != "confirmed" for row in answer.rows)
+
+
+def unmoved(opened: Any) -> set[str]:
+    """Parameters that want a gradient and that no recorded step has changed."""
+    from gradproof.ask.tools import Evidence
+    from gradproof.tape.label import find_specimens
+    from gradproof.tape.specimen import load
+
+    still: set[str] | None = None
+    for path in find_specimens(opened.path):
+        evidence = Evidence(load(path))
+        wanted = {n for m in evidence.models.values() for n, p in m.named_parameters() if p.requires_grad}
+        moved = {evidence.slot(slot).name for slot, change in evidence.updates.items() if bool(change.any())}
+        still = wanted - moved if still is None else still - moved
+    return still or set()

@@ -16,7 +16,9 @@ import torch
 
 from gradproof.check.backward import check_backward
 from gradproof.check.example import example_tensor
+from gradproof.check.findings import KernelCheck
 from gradproof.check.gradient import GradientCheck, GradientMismatch, check_gradient
+from gradproof.check.kernel import find_kernel_faults
 from gradproof.errors import UserError
 
 
@@ -62,11 +64,8 @@ def _finite(value: Any) -> Any:
 
 
 def check_file(target: str, specs: Sequence[str] | None, seed: int) -> FileCheck:
-    """Check what `FILE.py:NAME` names."""
-    path, _, name = target.rpartition(":")
-    if not path or not name:
-        raise UserError(f"cannot read {target!r}; write FILE.py:NAME, e.g. kernels.py:attention")
-    module = _load(Path(path))
+    """Check the gradient of what `FILE.py:NAME` names."""
+    module, path, name = _named(target)
     inputs = _inputs(module, path, name, specs, seed)
     try:
         return FileCheck(target, _check(module, path, name, inputs), None)
@@ -74,12 +73,32 @@ def check_file(target: str, specs: Sequence[str] | None, seed: int) -> FileCheck
         return FileCheck(target, None, mismatch)
 
 
-def _load(path: Path) -> ModuleType:
+def check_kernel_file(target: str, specs: Sequence[str] | None, seed: int) -> KernelCheck:
+    """Try what `FILE.py:NAME` names as a black box; NAME may be an optimizer, which needs no inputs."""
+    module, path, name = _named(target)
+    kernel = _target(module, path, name)
+    optimizer = isinstance(kernel, torch.optim.Optimizer) or (
+        isinstance(kernel, type) and issubclass(kernel, torch.optim.Optimizer)
+    )
+    inputs = () if optimizer and not specs else _inputs(module, path, name, specs, seed)
+    reference = getattr(module, f"reference_{name}", None)
+    return find_kernel_faults(kernel, *inputs, reference=reference, name=name)
+
+
+def _named(target: str) -> tuple[ModuleType, str, str]:
+    path, _, name = target.rpartition(":")
+    if not path or not name:
+        raise UserError(f"cannot read {target!r}; write FILE.py:NAME, e.g. kernels.py:attention")
+    return load_file(Path(path)), path, name
+
+
+def load_file(path: Path) -> ModuleType:
+    """A Python file as a module, with what stands beside it importable."""
     if not path.is_file():
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}; write FILE.py:NAME, from the directory that you are in")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file")
+        raise UserError(f"{path} is not a Python file; write FILE.py:NAME, e.g. kernels.py:attention")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and Triton look a function's module up by its name
     sys.path.insert(
@@ -107,12 +126,17 @@ def _inputs(module: ModuleType, path: str, name: str, specs: Sequence[str] | Non
 
 def _check(module: ModuleType, path: str, name: str, inputs: tuple) -> GradientCheck:
     pair = [getattr(module, f"{name}_{way}", None) for way in ("forward", "backward")]
-    target = getattr(module, name, None)
-    if target is None and pair[0] is not None and pair[1] is not None:
+    if getattr(module, name, None) is None and pair[0] is not None and pair[1] is not None:
         return check_backward(pair[0], pair[1], *inputs)
+    return check_gradient(_target(module, path, name), *inputs, name=name)
+
+
+def _target(module: ModuleType, path: str, name: str) -> Any:
+    """The function, Function, module or optimizer of a name; a module's class is made without arguments."""
+    target = getattr(module, name, None)
     if isinstance(target, type) and issubclass(target, torch.nn.Module):
         target = target()
-    if not callable(target):
+    if not callable(target) and not isinstance(target, torch.optim.Optimizer):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{path} has no function {name}; it has {', '.join(names[:12]) or 'none at all'}")
-    return check_gradient(target, *inputs, name=name)
+    return target

@@ -173,15 +173,15 @@ def check_subject(subject: Subject) -> GradientCheck:
 
 def check_input(claim: Claim, which: int, notes: list[str]) -> InputCheck:
     """Raise if the gradient of one input is wrong; what is worth knowing otherwise is added to the notes."""
-    slopes = _measure_lines(claim, which)
+    slopes = measure_lines(claim, which)
     if not all(slope.agrees for slope in slopes):
         claim, note = _off_the_kink(claim, which, slopes[0])
-        slopes = _measure_lines(claim, which) if note else slopes
+        slopes = measure_lines(claim, which) if note else slopes
         notes += [note] if note else []
     if not all(slope.agrees for slope in slopes):
         line = claim.line(which, _random_direction(claim, which))
         claim = replace(claim, grain=line.known_grain, noise=line.noise)
-        slopes = _measure_lines(claim, which) if claim.grain else slopes
+        slopes = measure_lines(claim, which) if claim.grain else slopes
     if not all(slope.agrees for slope in slopes):
         culprit = _find_confirmed_culprit(claim, which)
         if culprit is not None:
@@ -257,7 +257,7 @@ def _step_aside(claim: Claim, which: int) -> Claim | None:
     return None
 
 
-def _measure_lines(claim: Claim, which: int) -> list[Slope]:
+def measure_lines(claim: Claim, which: int) -> list[Slope]:
     directions = [_random_direction(claim, which), _levelled_direction(claim, which)]
     if not claim.is_fine:
         directions[1] = steepest_direction(claim, which)

@@ -94,7 +94,7 @@ def subject_of_module(module: torch.nn.Module, args: tuple, kwargs: dict, name: 
 
 def _subject_of_call(fn: Callable, args: tuple, kwargs: dict, name: str, names: list[str]) -> Subject:
     leaves, tree = tree_flatten((args, kwargs))
-    leaf_names = _leaf_names(args, kwargs, names)
+    leaf_names = names_of_leaves(args, kwargs, names)
     which = differentiable(leaves)
     if not which:
         kinds = ", ".join(describe(x) for x in leaves) or "no inputs"
@@ -159,7 +159,7 @@ def differentiable(leaves: list) -> list[int]:
     return chosen or [i for i in floats if bool(torch.isfinite(leaves[i]).all())]
 
 
-def _leaf_names(args: tuple, kwargs: dict, names: list[str]) -> list[str]:
+def names_of_leaves(args: tuple, kwargs: dict, names: list[str]) -> list[str]:
     found = []
     for k, arg in enumerate(args):
         found += _names_below(arg, names[k] if k < len(names) else f"input {k}")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradproof.errors import UserError
+from gradproof.errors import UserError, plain
 
 if TYPE_CHECKING:
     from gradproof.integrations.tensorboard import TensorBoard
@@ -75,7 +75,7 @@ def compare(args: argparse.Namespace) -> int:
     runs = [open_run(path) for path in args.runs]
     found = compare_trainings(runs)
     if args.json:
-        write_json(found.as_data(), None)
+        write_json({"schema": "gradproof/comparison/1", **found.as_data()}, None)
     else:
         print(render_comparison(found, runs, terminal_width(), wants_color()), end="")
     return 0
@@ -98,6 +98,7 @@ def add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
+    from gradproof.files import refuse_links
     from gradproof.record.export import write_csv, write_parquet
     from gradproof.record.run import open_run
     from gradproof.record.sink import replay_run
@@ -105,6 +106,8 @@ def export(args: argparse.Namespace) -> int:
     run = open_run(args.run)
     out = Path(args.out) if args.out else run.path / args.to
     try:
+        if not args.out:
+            refuse_links(out)  # in a run, which may come from elsewhere
         if args.to in SINKS:
             sink = make_sink(args.to, args.out)
             replay_run(run, sink)
@@ -112,11 +115,11 @@ def export(args: argparse.Namespace) -> int:
         else:
             (write_csv if args.to == "csv" else write_parquet)(run, out)
     except OSError as error:
-        raise UserError(f"cannot write to {out}: {error}") from None
+        raise UserError(f"cannot write to {out}: {error}; choose another place with --out") from None
     for note in run.notes:
         print(f"gradproof: {note}", file=sys.stderr)
-    print(f"{len(run)} steps, {len(run.tensors)} tensors at {len(run.frames)} of them: {out}")
-    print(f"next: {NEXT[args.to].format(out=out)}")
+    print(f"{len(run)} steps, {len(run.tensors)} tensors at {len(run.frames)} of them: {plain(str(out))}")
+    print(f"next: {NEXT[args.to].format(out=plain(str(out)))}")
     return 0
 
 

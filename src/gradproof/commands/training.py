@@ -90,7 +90,9 @@ def train(args: argparse.Namespace) -> int:
                 trainer.start_run(run, job)
             ranks.wait()
         data = open_token_files(run / "data", job.context)
-        log = TrainingLog(job, sys.stdout if ranks.rank == 0 else None)
+        log = TrainingLog(
+            job, sys.stdout if ranks.rank == 0 and (args.check_data or not args.quiet) else None
+        )
         log.alignment(trainer.first_alignment(job, data))
         if args.check_data:
             log.duplicates(trainer.count_repeated_batches(job, data))
@@ -144,7 +146,7 @@ def report_training(record, run, log, ended_by: int | None) -> None:
 
     log.end()
     found = diagnose_run(record)
-    print(f"\n{render_text(found, wants_color(sys.stdout))}{offer_page(found)}")
+    print(f"\n{render_text(found, wants_color(sys.stdout))}{offer_page(found, Path(record))}")
     if ended_by:
         print(f"ended by signal {ended_by} and saved; go on with: gradproof train --resume {run}")
     else:

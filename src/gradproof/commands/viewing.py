@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradproof.errors import UserError
+from gradproof.errors import UserError, plain
+from gradproof.files import replace_file
 
 if TYPE_CHECKING:
     import subprocess
@@ -45,33 +46,36 @@ def report(args: argparse.Namespace) -> int:
         print("\n".join(render_text(diagnose(run), wants_color()) for run in args.runs), end="")
         return 0
     file = write_report(args.runs, args.out)
-    print(f"{file}  ({file.stat().st_size / 1e6:.2f} MB)")
+    print(f"{plain(str(file))}  ({file.stat().st_size / 1e6:.2f} MB)")
     return 0
 
 
 def write_report(runs: list[str], out: str | None = None) -> Path:
     """The page of runs, as a file."""
-    from gradproof.record.run import open_run
+    from gradproof.record.ranks import open_whole
     from gradproof.report.html import render_page
 
-    opened = [open_run(run) for run in runs]
+    opened = [open_whole(run) for run in runs]
     file = Path(out) if out else opened[0].path / ("report.html" if len(runs) == 1 else "comparison.html")
+    page = render_page(opened)
     try:
-        file.write_text(render_page(opened), encoding="utf-8")
+        if out:
+            file.write_text(page, encoding="utf-8")
+        else:  # into a run, which may hold a link of that name
+            replace_file(file, page.encode())
     except OSError as error:
         raise UserError(f"cannot write {file}: {error}; choose another place with -o") from None
     return file
 
 
-def offer_page(found: Diagnosis) -> str:
+def offer_page(found: Diagnosis, run: Path) -> str:
     """The page of a run that has just ended: written if that is quick, else the command that writes it."""
-    from gradproof.record.run import open_run
+    from gradproof.record.ranks import open_whole
     from gradproof.report.html import render_page
 
-    run = Path(found.run)
     try:
         if sum(file.stat().st_size for file in run.iterdir() if file.is_file()) <= SMALL:
-            (run / "report.html").write_text(render_page([open_run(run)], [found]), encoding="utf-8")
+            replace_file(run / "report.html", render_page([open_whole(run)], [found]).encode())
             return f"page: {run / 'report.html'}"
     except Exception as error:  # the diagnosis has been said; a script's end must not turn into a traceback
         return f"page: could not be written ({type(error).__name__}: {error})"

@@ -1,4 +1,4 @@
-"""The commands about a training: run, diagnose, demo, scoreboard."""
+"""The commands about a training: run, diagnose, demo."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradproof.commands.exporting import SINKS, make_sink
 from gradproof.errors import EXIT_OWN_ERROR, UserError
+
+if TYPE_CHECKING:
+    from gradproof.diagnosis.findings import Diagnosis
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:
@@ -25,7 +29,6 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "--out", metavar="DIR", help="where the run is written (default: runs/SCRIPT-DATE-TIME)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the diagnosis as JSON, too")
-    parser.add_argument("--quiet", action="store_true", help="no progress line; print only the end")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -39,6 +42,20 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--live", action="store_true", help="a page in the browser that follows the run")
     parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
+    parser.add_argument(
+        "--seed", type=int, help="seed random, NumPy and torch before the script begins, which may seed again"
+    )
+    parser.add_argument(
+        "--examine",
+        metavar="TIME",
+        default="30s",
+        help="how long the examination may go on after the script has ended: 30s (the default), all, or off",
+    )
+    parser.add_argument(
+        "--specimens",
+        metavar="SIZE",
+        help="what the recorded steps may take on disk, e.g. 4GB (default: a quarter of what is free, 32GB at most)",
+    )
     parser.add_argument("--no-experiments", action="store_true", help="watch only; tape and test nothing")
     parser.add_argument("--budget", metavar="SHARE", help="what watching may cost, e.g. 2%% (the default)")
     parser.add_argument(
@@ -71,11 +88,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise UserError("PyTorch is not installed in this environment; there is nothing to watch") from None
+        raise UserError(
+            "PyTorch is not installed in this environment, there is nothing to watch: pip install torch"
+        ) from None
     if os.environ.get("GRADPROOF") == "0":
         return script.execute(program, words[1:])[0]
+    from gradproof.commands.examining import parse_examine, parse_size
     from gradproof.commands.viewing import served_beside
 
+    if args.seed is not None:
+        sow(args.seed)
+    directory = os.getcwd()  # a script may leave it
+    args.json = os.path.join(directory, args.json) if args.json else None
     with served_beside() as page:
         outcome = script.run_program(
             program,
@@ -85,13 +109,21 @@ def run(args: argparse.Namespace) -> int:
             budget=budget,
             quiet=args.quiet,
             experiments=not args.no_experiments,
+            examine=parse_examine(args.examine),
+            specimens=parse_size(args.specimens) if args.specimens else None,
             fix=parse_fix(args.fix) if args.fix else None,
             stop_after=args.steps,
             until=args.until,
             on_open=page.open if args.live else None,
             sinks=[make_sink(name) for name in args.to or ()],
         )
-        exit_code = end_run(outcome, args, words)
+        try:
+            exit_code = end_run(outcome, args, words, directory)
+        except UserError:
+            raise
+        except Exception as error:  # a script may leave no descriptor, no memory: its exit code stays its own
+            print(f"gradproof: no report could be made: {type(error).__name__}: {error}", file=sys.stderr)
+            exit_code = outcome.exit_code
         if not outcome.interrupted:
             page.wait_for_reader()
     if outcome.interrupted:
@@ -100,10 +132,22 @@ def run(args: argparse.Namespace) -> int:
     return exit_code
 
 
-def end_run(outcome, args: argparse.Namespace, words: Sequence[str]) -> int:
+def sow(seed: int) -> None:
+    """The same random numbers for two runs of a script that seeds nothing itself."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def end_run(outcome, args: argparse.Namespace, words: Sequence[str], directory: str) -> int:
     """What follows a watched script: its fix tried if that was asked for, its diagnosis, its page; the exit code."""
     if args.verify and outcome.rank == 0 and outcome.steps:
-        verify(outcome, args, words)
+        verify(outcome, args, words, directory)
     return finish_run(outcome, words[0], args.json)
 
 
@@ -115,7 +159,7 @@ def parse_fix(text: str) -> tuple[str, float]:
         raise UserError(f"a fix is NAME=NUMBER, for example lr=0.1, not {text!r}") from None
 
 
-def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
+def verify(outcome, args: argparse.Namespace, words: Sequence[str], directory: str) -> None:
     """Rerun the script with the fix of each cause in turn, until one helps; what was shown goes into the run."""
     import json
     import subprocess
@@ -131,12 +175,13 @@ def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
         intervention = find_intervention(cause, plain)
         if cause.level == "note" or intervention is None:
             continue
-        out = Path(f"{outcome.path}.{intervention.name}")
+        out = Path(f"{outcome.path}.{intervention.name}").absolute()
         command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--no-experiments", "--out", str(out)]
         command += ["--fix", f"{intervention.name}={intervention.value:g}", "--steps", str(len(plain))]
         command += ["-m", *words] if args.module is not None else list(words)
-        print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
-        subprocess.run(command, capture_output=True, check=False)
+        if not args.quiet:
+            print(f"gradproof: trying {intervention.words} …", file=sys.stderr)
+        subprocess.run(command, cwd=directory, capture_output=True, check=False)
         trial = compare_runs(cause.id, intervention.words, plain, open_run(out))
         with open(outcome.path / EVENTS_FILE, "a", encoding="utf-8") as events:
             events.write(json_line({"event": "trial", **json.loads(json_line(asdict(trial)))}) + "\n")
@@ -146,6 +191,8 @@ def verify(outcome, args: argparse.Namespace, words: Sequence[str]) -> None:
 
 def finish_run(outcome, name: str, json_file: str | None) -> int:
     """The report at the end of a watched script; the exit code."""
+    from dataclasses import replace
+
     from gradproof.commands.viewing import offer_page
     from gradproof.diagnosis.ranking import diagnose as diagnose_run
     from gradproof.report.text import render_text, wants_color
@@ -155,13 +202,21 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
     if outcome.broken and outcome.steps == 0:
         print(f"gradproof: nothing was recorded: {outcome.broken}", file=sys.stderr)
         return outcome.exit_code
+    if outcome.hangs:
+        print(
+            f"gradproof: the disk with {outcome.path} does not answer; once it does: gradproof diagnose {outcome.path}",
+            file=sys.stderr,
+        )
+        return outcome.exit_code
     try:
         found = diagnose_run(outcome.path)
     except UserError as error:  # the record could not be written
         print(f"gradproof: {error}", file=sys.stderr)
         return outcome.exit_code
+    if outcome.broken and not found.failure:  # it could not even be written down
+        found = replace(found, failure=outcome.broken)
     if json_file:
-        write_json(found.as_data(), json_file)
+        write_json({"schema": "gradproof/diagnosis/1", **found.as_data()}, json_file)
     if outcome.elsewhere:
         print(
             f"gradproof: {name} trained in processes that it started, {outcome.elsewhere} of which were watched; "
@@ -170,25 +225,43 @@ def finish_run(outcome, name: str, json_file: str | None) -> int:
         )
     if outcome.steps or outcome.elsewhere:
         print(f"\n{render_text(found, wants_color(sys.stderr))}", file=sys.stderr, end="")
-        print(offer_page(found), file=sys.stderr)
+        print(offer_page(found, outcome.path) + offer_fix(found, outcome.path), file=sys.stderr)
     problem = why_nothing_was_trained(outcome, name)
     if problem:
         print(f"gradproof: {problem}", file=sys.stderr)
-    return outcome.exit_code or (EXIT_OWN_ERROR if problem else 0)
+    return outcome.exit_code or (EXIT_OWN_ERROR if problem and not outcome.printed else 0)
+
+
+def offer_fix(found: Diagnosis, run: Path) -> str:
+    """The command that tries a fix, where one of the findings has a certain one."""
+    from gradproof.diagnosis.edits import find_edit
+    from gradproof.record.run import open_run
+
+    return f"\nfix:  gradproof fix {run}" if find_edit(found, open_run(run)) is not None else ""
+
+
+HAND_IN = "`with gradproof.watch(parameters=P) as monitor:` and `monitor.step(loss=loss, gradients=G)` at each update"
 
 
 def why_nothing_was_trained(outcome, name: str) -> str | None:
-    """One sentence about a script in which no optimizer stepped."""
+    """One sentence about a script whose training was not seen, or not the whole of it."""
+    if outcome.printed:
+        shown = ", ".join(outcome.printed[:4]) + (" …" if len(outcome.printed) > 4 else "")
+        return (
+            f"{name} trains without backward: {outcome.steps} losses that it printed were recorded, and {shown} "
+            f"change between them; say what its gradients are: {HAND_IN}"
+        )
     if outcome.steps or outcome.elsewhere:
         return None
     ended = f"raised {type(outcome.error).__name__}" if outcome.error else "ended"
     if outcome.backwards:
         return (
-            f"{name} called backward {outcome.backwards} times, but no torch optimizer took a step; for updates by "
-            "hand, hand the numbers in with gradproof.watch() and monitor.log(loss=…, grad_norm=…)"
+            f"{name} called backward {outcome.backwards} times, and nothing that got a gradient has changed since: if "
+            f"the update is made where it cannot be seen, say so: {HAND_IN}"
         )
     return (
-        f"{name} {ended} without training: backward was never called. Does training hide behind an argument?"
+        f"{name} {ended} without training: backward was never called. Does training hide behind an argument? If it "
+        f"computes its gradients itself, say so: {HAND_IN}"
     )
 
 
@@ -212,7 +285,7 @@ def diagnose(args: argparse.Namespace) -> int:
 
     found = diagnose_run(args.run)
     if args.json:
-        write_json(found.as_data(), None)
+        write_json({"schema": "gradproof/diagnosis/1", **found.as_data()}, None)
     else:
         print(render_text(found, wants_color()), end="")
     if args.fail_on and found.worst and LEVELS.index(found.worst) <= LEVELS.index(args.fail_on):
@@ -249,44 +322,15 @@ def demo(args: argparse.Namespace) -> int:
     script = Path("runs") / "demo" / f"{fault.script}.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(plant(fault), encoding="utf-8")
-    for old, new in fault.edits:
+    for old, new in fault.edits if not args.quiet else ():
         print(f"planted in {script}:\n  - {_short(old)}\n  + {_short(new)}", file=sys.stderr)
     from gradproof.cli import main
 
-    return main(["run", "--verify", str(script)])
+    return main(["run", "--verify", *["--quiet"] * args.quiet, str(script)])
 
 
 def _short(text: str) -> str:
     return " ⏎ ".join(line.strip() for line in text.strip().splitlines())[:100] or "(nothing)"
-
-
-def add_scoreboard(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "scoreboard",
-        help="plant every fault, and count how many are named rightly",
-        description="Runs every planted fault, every healthy twin and every healthy-but-odd training through "
-        "`gradproof run`, and prints top-1, top-3, places and false alarms.",
-        epilog="example: gradproof scoreboard --only 'lr-too|healthy' --jobs 2",
-    )
-    parser.add_argument("--only", metavar="REGEX", default="", help="names or cause ids to run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", metavar="FILE", help="write the table to a file, too")
-    parser.set_defaults(function=scoreboard)
-
-
-def scoreboard(args: argparse.Namespace) -> int:
-    from gradproof.faults.scoreboard import render_scoreboard, score_all
-
-    def show(score) -> None:
-        mark = "ok  " if score.top1 else "top3" if score.top3 else "MISS"
-        print(f"{mark} {score.name} · {score.family} · said {score.said} · {score.seconds:.0f} s", flush=True)
-
-    table = render_scoreboard(score_all(args.only, args.jobs, show))
-    print(f"\n{table}", end="")
-    if args.out:
-        with open(args.out, "w", encoding="utf-8") as stream:
-            stream.write(table)
-    return 0
 
 
 def write_json(data: dict, file: str | None) -> None:
@@ -303,4 +347,4 @@ def write_json(data: dict, file: str | None) -> None:
         with open(file, "w", encoding="utf-8") as stream:
             stream.write(text + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error}") from None
+        raise UserError(f"cannot write {file}: {error}; choose another place") from None

@@ -45,6 +45,28 @@ def nonfinite(run: Run) -> Iterator[Symptom]:
     yield Symptom("nonfinite", "problem", text, step, where, suspects)
 
 
+def anomaly(run: Run) -> Iterator[Symptom]:
+    """torch.autograd.detect_anomaly has ended the script: the step that it saw was never finished."""
+    raised = run.info.get("raised")
+    if not isinstance(raised, dict):
+        return
+    text = str(raised.get("text", ""))
+    if "returned nan values in its" in text:
+        step = int(run.steps["step"][-1]) + 1 if len(run) else 0
+        line = str(raised.get("line", "")) or None
+        said = f"PyTorch's anomaly detection ended the script: {text}"
+        yield Symptom("nonfinite", "problem", said, step, line, ("backward-nonfinite/unlocated",))
+
+
+def describe_end(run: Run) -> str:
+    """`RuntimeError at train.py:12: …` of a script that an exception has ended."""
+    raised = run.info.get("raised")
+    if not isinstance(raised, dict) or not raised.get("type"):
+        return ""
+    place = f" at {raised['line']}" if raised.get("line") else ""
+    return f"{raised['type']}{place}" + (f": {raised['text']}" if raised.get("text") else "")
+
+
 def harmlessly_skipped(run: Run) -> np.ndarray:
     """Rows that a GradScaler skipped and after which training went on: no weight has seen them."""
     skipped = np.nan_to_num(run.steps["skipped"]) > 0

@@ -13,8 +13,8 @@ import numpy as np
 
 from gradproof.diagnosis.curves import trains_well
 from gradproof.diagnosis.findings import Symptom
-from gradproof.diagnosis.places import facts, line_of
-from gradproof.diagnosis.series import Track, tracks
+from gradproof.diagnosis.places import facts, line_of, lines_of
+from gradproof.diagnosis.series import Track, calls, tracks
 from gradproof.record.run import Run
 
 ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam")
@@ -31,9 +31,7 @@ def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
         return
     train, evaluated = len(seen["train"]), len(seen["eval"])
     if train and train < 0.5 * len(run):
-        effect = (
-            "drops units" if "Dropout" in seen.get("kind", "") else "uses the batch and moves its statistics"
-        )
+        effect = "drops units" if "Dropout" in seen["kind"] else "uses the batch and moves its statistics"
         text = f"without gradient, {seen['module']} ({seen['kind']}) runs in train mode and {effect}"
         text += f": at {train} of {train + evaluated} validations"
         # a GAN's generator is often sampled as it trains, on purpose
@@ -51,7 +49,12 @@ def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
         text = (
             f"F.dropout at {line} drops {100 * call['p']:g} % in eval mode: it lacks training=self.training"
         )
-        if call.get("made"):
+        if call.get("attention"):
+            text = (
+                f"the attention at {line} drops {100 * call['p']:g} % of its weights in eval mode, too: dropout_p "
+                "does not ask for the mode"
+            )
+        elif call.get("made"):
             text = (
                 f"the Dropout that is called at {line} drops {100 * call['p']:g} % while the model is in eval mode: "
                 "eval() does not reach a module that is no attribute of the model, or is made in its forward"
@@ -107,14 +110,14 @@ def optimizer_state_lost(run: Run) -> Iterator[Symptom]:
     if states["in_files"] and not states["loaded"] and resumed:
         text = "the checkpoint holds an optimizer's state, the model is loaded from it, the optimizer is not"
         suspects = ("weights-state-error/optimizer-state-lost",)
-        yield Symptom("optimizer_not_restored", "warning", text, 0, states.get("line"), suspects)
+        yield Symptom("optimizer_not_restored", "warning", text, 0, states["line"] or None, suspects)
     remade = states["remade"]
     if len(remade) >= 3 and (states["remade_class"] in STATEFUL or _momentum(run)):
         every = (remade[-1] - remade[0]) / (len(remade) - 1)
         text = f"{states['remade_class']} is made anew every {every:.0f} steps: its moments are lost"
         level = "problem" if every <= 20 else "warning"
         suspects = ("weights-state-error/optimizer-remade",)
-        yield Symptom("optimizer_remade", level, text, remade[0], states["remade_line"], suspects)
+        yield Symptom("optimizer_remade", level, text, remade[0], states["remade_line"] or None, suspects)
 
 
 def average_too_slow(run: Run) -> Iterator[Symptom]:
@@ -201,14 +204,16 @@ def clip_misses(run: Run) -> Iterator[Symptom]:
     """A clip that was given other parameters than those that are stepped, or one tensor at a time."""
     clip = facts(run, "clip")
     if clip and clip["steps"] >= 5 and clip["stepped"]:
-        share = clip["given"] / clip["stepped"]
+        share = (clip["given"] + clip.get("copies", 0)) / clip[
+            "stepped"
+        ]  # master weights go with their parameters
         if share < 0.5:
             text = f"the clip is given {clip['given']} of the {clip['stepped']} tensors that the steps after it change"
             name, level = ("clip_misses_all", "problem") if share == 0 else ("clip_misses", "warning")
             suspects = ("grad-clip-misuse/wrong-parameters",)
             yield Symptom(name, level, text, 0, line_of(run, "clip"), suspects)
     tensors = len([p for p in run.info.get("parameters", []) if p.get("gradient")])
-    counts = [order.count("c") for order in run.steps["order"]]
+    counts = calls(run, "c")
     if tensors >= 3 and len(counts) >= 5 and float(np.median(counts)) >= max(3, 0.8 * tensors):
         text = f"clip_grad_norm_ is called {int(np.median(counts))} times a step, once a tensor: that turns the step"
         level = "warning" if trains_well(run) else "problem"
@@ -241,19 +246,23 @@ def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
 
 
 def schedule(run: Run) -> Iterator[Symptom]:
-    """A learning rate that dies early, never arrives, or swings in the wrong unit."""
+    """A learning rate that dies early, never arrives, or swings in the wrong unit.
+
+    What a schedule was meant to do is not in the record: a training that goes well under it speaks for it.
+    """
     bases = [o.get("base_lr") for o in run.info.get("optimizers", [])]
+    well = trains_well(run)
     for track in tracks(run):
         lr = track.lr[np.isfinite(track.lr)]
         if len(lr) < 20 or lr.max() <= 0 or np.ptp(lr) < 1e-3 * lr.max():
             continue
         number = int(np.nan_to_num(run.steps["optimizer"][track.rows[0]]))
         base = bases[number] if number < len(bases) else None
-        found = died_early(run, track, lr) or swings(lr) or never_arrives(lr, base)
+        found = died_early(run, track, lr) or swings(lr, well) or never_arrives(lr, base, well)
         if found:
-            id, level, text = found
+            name, id, level, text = found
             label = f"{track.label}: " if track.label else ""
-            yield Symptom(id.partition("/")[2], level, label + text, 0, where_scheduled(run, id), (id,))
+            yield Symptom(name, level, label + text, 0, where_scheduled(run, id), (id,))
 
 
 def clip_of_infinity(run: Run) -> Iterator[Symptom]:
@@ -278,8 +287,8 @@ def where_scheduled(run: Run, id: str) -> str | None:
     return line_of(run, *order)
 
 
-def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str] | None:
-    """Next to nothing of its peak for two fifths of the run, and not coming back."""
+def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, str] | None:
+    """Next to nothing of its peak for two fifths of the run, and not coming back; harmless once all is learned."""
     for share, level in ((1e-3, "problem"), (1e-2, "warning")):
         alive = np.flatnonzero(lr >= share * lr.max())
         first = int(alive[-1]) + 1
@@ -290,29 +299,50 @@ def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str] |
         text = f"the learning rate falls from {lr.max():.2g} to under {low:.2g} by step {first} of {len(lr)}"
         if called > 0.9:
             text += ", with scheduler.step() at every batch: was it meant once an epoch?"
-        return "lr-schedule-error/dies-early", level, text
+        level = "note" if has_learned_by(track.loss, first) else level
+        return "dies-early", "lr-schedule-error/dies-early", level, text
     return None
 
 
-def never_arrives(lr: np.ndarray, base: float | None) -> tuple[str, str, str] | None:
-    """The learning rate that the optimizer was given is never nearly reached."""
+def has_learned_by(loss: np.ndarray, step: int) -> bool:
+    """Whether the loss was by then a hundredth of what it was at the start: a schedule has come to its end."""
+    start, then = loss[:3], loss[max(0, step - 5) : step + 5]
+    start, then = start[np.isfinite(start)], then[np.isfinite(then)]
+    return bool(len(start) and len(then)) and 0 <= float(np.median(then)) < 0.01 * float(np.median(start))
+
+
+def never_arrives(lr: np.ndarray, base: float | None, well: bool) -> tuple[str, str, str, str] | None:
+    """The learning rate that the optimizer was given is never nearly reached.
+
+    That alone is no fault: a schedule may well multiply by what is no share (Noam's step^-0.5), and a run may be the
+    beginning of a longer one.
+    """
     if not base or lr.max() > 0.2 * base:
         return None
-    rising = float(np.mean(np.diff(lr) > 0)) > 0.95
-    if rising:
+    if float(np.mean(np.diff(lr) > 0)) > 0.95:
         text = (
             f"warmup never ends: the learning rate rises all through the run, to {lr.max():.2g} of {base:.2g}"
         )
-        return "lr-schedule-error/warmup-never-ends", "problem", text
+        level = "note" if well else "problem"
+        return "warmup-never-ends", "lr-schedule-error/warmup-never-ends", level, text
     text = (
         f"the schedule keeps the learning rate at {lr.max():.2g} at most; the optimizer was given {base:.2g}"
     )
-    if math.isclose(lr.max(), base * base, rel_tol=0.05):
-        text += ", and the schedule multiplies with it once more"
-    return "lr-schedule-error/multiplied", "problem", text
+    id = "lr-schedule-error/multiplied"
+    if math.isclose(lr.max(), base * base, rel_tol=0.01) and not falls_as_a_root(lr):
+        level = "warning" if well else "problem"
+        return "multiplied", id, level, f"{text}, and the schedule multiplies with it once more"
+    return None if well else ("below-base", id, "warning", text)
 
 
-def swings(lr: np.ndarray) -> tuple[str, str, str] | None:
+def falls_as_a_root(lr: np.ndarray) -> bool:
+    """Noam's schedule: after its warmup the learning rate falls as 1/√step, whatever it begins with."""
+    peak = int(lr.argmax())
+    after = lr[peak:] * np.sqrt(np.arange(peak, len(lr)) + 1)
+    return len(after) >= 5 and lr[-1] < 0.95 * lr[peak] and float(np.ptp(after)) < 0.05 * float(after.max())
+
+
+def swings(lr: np.ndarray, well: bool) -> tuple[str, str, str, str] | None:
     """Down and up again, many times, within a few steps each."""
     moves = np.diff(lr)
     moves = moves[np.abs(moves) > 1e-6 * lr.max()]
@@ -322,7 +352,9 @@ def swings(lr: np.ndarray) -> tuple[str, str, str] | None:
         return None
     text = f"the learning rate falls and rises again {turns} times, every {period:.0f} steps"
     level = "problem" if period <= 12 else "warning"
-    return "lr-schedule-error/cycles-too-fast", level, text
+    if well:  # short cycles may be meant
+        level = "warning" if period <= 12 else "note"
+    return "cycles-too-fast", "lr-schedule-error/cycles-too-fast", level, text
 
 
 def optimizer_settings(run: Run) -> Iterator[Symptom]:
@@ -381,7 +413,7 @@ def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tupl
 def uneven_windows(run: Run) -> Iterator[Symptom]:
     """Gradients of very different numbers of backwards between steps: the count that decides when to step is off."""
     # closures clear each time
-    single = np.array([order.count("z") <= 1 for order in run.steps["order"]], dtype=bool)
+    single = calls(run, "z") <= 1
     # a second stage of training, with its own optimizer, may have windows of its own
     for track in tracks(run):
         counts = run.steps["backwards"][track.rows]
@@ -404,10 +436,31 @@ def uneven(run: Run, counts: np.ndarray) -> Iterator[Symptom]:
         yield Symptom("uneven_windows", "problem", text, None, where, suspects)
 
 
+def steps_stopped(run: Run) -> Iterator[Symptom]:
+    """Backwards that go on at the one line where they always were, long after the last step of an optimizer."""
+    after = facts(run, "backwards_after_the_last_step") or 0
+    counts = run.steps["backwards"]
+    usual = counts[np.isfinite(counts) & (counts > 0)]
+    if not len(usual) or after < max(20, 10 * usual.max()) or len(set(lines_of(run, "backward"))) != 1:
+        return
+    last = int(run.steps["step"][-1])
+    text = (
+        f"after step {last} backward was called {after} times more, and no optimizer took a step: "
+        f"{100 * after / (after + usual.sum()):.0f} % of all gradients were thrown away"
+    )
+    where = line_of(run, "step condition") or line_of(run, "step")
+    yield Symptom("steps_stopped", "problem", text, last, where, ("param-not-updated/steps-stopped",))
+
+
 def cleared_between_backwards(run: Run) -> Iterator[Symptom]:
-    """zero_grad before each of several backwards of a step: only the last one counts."""
+    """zero_grad before each of several backwards of a step: only the last one counts.
+
+    Backwards at several lines may each have a purpose; micro-batches come from one.
+    """
+    if facts(run, "moved_between_backwards") or len(set(lines_of(run, "backward"))) > 1:
+        return
     kinds = [optimizer.get("class") for optimizer in run.info.get("optimizers", [])]
-    orders = [order for order in run.steps["order"][1:] if order.count("b") > 1]
+    orders = run.steps["order"][1:][calls(run, "b")[1:] > 1]
     if len(kinds) != 1 or kinds[0] == "LBFGS" or len(orders) < 4 or len(orders) < 0.9 * (len(run) - 1):
         return
     between = [order[order.index("b") : order.rindex("b")].count("z") for order in orders]
@@ -438,5 +491,6 @@ BOOKKEEPING = (
     schedule,
     optimizer_settings,
     uneven_windows,
+    steps_stopped,
     cleared_between_backwards,
 )

@@ -11,6 +11,8 @@ from gradproof.diagnosis.places import facts
 from gradproof.diagnosis.series import Track, spikes, tracks, trend
 from gradproof.record.run import Run
 
+BACK = 1.2  # times its start: where a loss that has leapt to twice that or more is taken to be back
+
 
 def trains_well(run: Run) -> bool:
     """The loss falls in every track that is long enough to say so."""
@@ -71,6 +73,8 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
                 not several and found.last < 0.8 * found.start
             ):  # it has learned, and gives some of that back
                 name, level = "loss_drifting", "note" if found.last < 0.5 * found.start else "warning"
+            elif not several and found.end < BACK * min(found.start, float(np.nanmax(track.loss)) / 2):
+                name, level = "loss_came_back", "note"  # it had leapt, and is nearly where it was
             yield of_track(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")

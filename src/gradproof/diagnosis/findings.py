@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradproof.diagnosis.examination import Examination
+
 LEVELS = ("problem", "warning", "note")
 CONFIDENCES = ("proven", "likely", "possible")
 
@@ -78,16 +80,54 @@ class Diagnosis:
     symptoms: tuple[Symptom, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     cost: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what could not be read, and what was not seen
+    damaged: bool = False  # a part of the record could not be read
+    counted: str = ""  # how much was seen: N steps: M watched, K taped, Q questions asked
     next_steps: tuple[str, ...] = ()  # in trouble, with nothing proven: what would tell most
+    examination: Examination = field(default_factory=Examination)
+    ended: bool = True  # the end of the training is recorded
+    failure: str = ""  # what made the watch stop before the training did
+    raised: str = ""  # the exception that ended the script, and where
+    script: str = ""  # the whole path of what was run, on the machine where it ran
 
     @property
     def worst(self) -> str | None:
         """The gravest level among the causes; None for a healthy run."""
         return min((cause.level for cause in self.causes), key=LEVELS.index, default=None)
 
+    @property
+    def stopped(self) -> str:
+        """The first thing to know of a watch or a script that stopped early; empty for any other."""
+        seen = (
+            f"after {self.steps} step{'' if self.steps == 1 else 's'}"
+            if self.steps
+            else "before the first step"
+        )
+        if self.failure:
+            return f"Watching stopped early, {seen} ({self.failure}): what came after was not seen."
+        return f"The script was ended {seen} by {self.raised}." if self.raised else ""
+
+    @property
+    def conclusion(self) -> str:
+        """What may be said where no problem was found: never more than was recorded and asked."""
+        if not self.steps:
+            return "No step was recorded: there is nothing to say about training."
+        if self.failure or (self.raised and self.examination.complete):
+            return "No problem was found until then."
+        if self.damaged and self.examination.complete:
+            return "No problem was found in what could be read of the record."
+        if not self.ended and self.examination.complete:
+            return "Nothing is wrong so far that this record could show; no end of the training is recorded."
+        return self.examination.conclusion
+
+    @property
+    def sure(self) -> bool:
+        """Whether nothing stands between this and "nothing is wrong"."""
+        return bool(self.steps) and not self.stopped and not self.damaged and self.examination.complete
+
     def __str__(self) -> str:
-        return "\n".join(map(str, self.causes)) or "nothing is wrong that this record could show"
+        lines = [self.stopped, *map(str, self.causes)] if self.causes else [self.stopped, self.conclusion]
+        return "\n".join(line for line in lines if line)
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -98,5 +138,12 @@ class Diagnosis:
             "excluded": [asdict(exclusion) for exclusion in self.excluded],
             "cost": self.cost,
             "notes": list(self.notes),
+            "counted": self.counted,
             "next_steps": list(self.next_steps),
+            "examination": self.examination.as_data(),
+            "failure": self.failure,
+            "raised": self.raised,
+            "stopped": self.stopped,
+            "conclusion": self.conclusion,
+            "sure": self.sure,
         }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gradproof.diagnosis.findings import Finding
+from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.record.run import Run
+from gradproof.record.source import rename_cells
 
 LINE = re.compile(r"\.py:\d+")
 
@@ -49,6 +51,34 @@ MADE = {
 }
 
 
+def name_cells(diagnosis: Diagnosis, cells: Mapping[str, str]) -> Diagnosis:
+    """Of a notebook, whose kernel calls a cell's code /tmp/ipykernel_7/1234.py: places by the cell's own name."""
+    if not cells:
+        return diagnosis
+
+    def renamed(text: str | None) -> Any:
+        return text and rename_cells(text, cells)
+
+    return replace(
+        diagnosis,
+        causes=tuple(
+            replace(
+                each,
+                where=renamed(each.where),
+                fix=renamed(each.fix),
+                evidence=(*map(renamed, each.evidence),),
+            )
+            for each in diagnosis.causes
+        ),
+        symptoms=tuple(
+            replace(each, where=renamed(each.where), evidence=renamed(each.evidence))
+            for each in diagnosis.symptoms
+        ),
+        excluded=tuple(replace(each, reason=renamed(each.reason)) for each in diagnosis.excluded),
+        raised=renamed(diagnosis.raised),
+    )
+
+
 def facts(run: Run, name: str) -> Any:
     return run.info.get("facts", {}).get(name)
 
@@ -56,7 +86,8 @@ def facts(run: Run, name: str) -> Any:
 def lines_of(run: Run, what: str) -> list[str]:
     """Every line at which the script was seen to do something, as file.py:line."""
     if what == "optimizer":
-        return [o["line"] for o in run.info.get("optimizers", []) if o.get("line")]
+        made = [o["line"] for o in run.info.get("optimizers", []) if o.get("line")]
+        return made or lines_of(run, "step")  # an update by hand is made nowhere: where it is done
     return (facts(run, "lines") or {}).get(what) or []
 
 

@@ -6,48 +6,85 @@ A confirmed experiment outranks any number of symptoms; without one, a cause is 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from gradproof.diagnosis.bad_numbers import describe_end
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.curves import largest_leap, share_of_steps_above, trains_well
+from gradproof.diagnosis.examination import read_examination
 from gradproof.diagnosis.findings import CONFIDENCES, LEVELS, Diagnosis, Exclusion, Finding, Symptom
 from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.gains import placed_by_gain
 from gradproof.diagnosis.outbursts import add_outburst
-from gradproof.diagnosis.places import add_place
+from gradproof.diagnosis.places import add_place, name_cells
 from gradproof.diagnosis.symptoms import SYMPTOMS
-from gradproof.record.run import Run, open_run
+from gradproof.diagnosis.unseen import count_seen, find_unseen
+from gradproof.diagnosis.verdicts import standing
+from gradproof.errors import plain
+from gradproof.record.ranks import open_whole
+from gradproof.record.run import Run
 
-# A symptom that is itself the proof: the order of calls and the optimizer's tensors leave no room for doubt.
+# A symptom that is itself the proof: the order of calls, or whose tensor it is, leaves no room for doubt.
 PROOFS = (
+    # the order of zero_grad, backward, unscale, clip and step
     "stale_gradient",
     "zeroed_before_step",
     "cleared_between_backwards",
     "late_clip",
-    "clip_misses_all",
     "clip_before_unscale",
+    # which tensors a clip, an optimizer, a load were given
+    "clip_misses_all",
     "not_in_optimizer",
+    "loads_itself",
+    "keys_do_not_fit",
+    # what a module or a function was told at the call itself
     "validates_in_train_mode",
     "dropout_always_on",
-    "loads_itself",
+    # numbers compared to the last bit, before and after, with nothing in between that may change them
     "loads_overwritten",
-    "keys_do_not_fit",
+    "stored_data_changed",
+    "statistics_left_behind",
+    # the calls of a sampler
+    "sampler_stays",
+)
+# Read off the record as well, but with room for another meaning: likely. They are no consequences of another problem,
+# and stay as grave as they are beside one that is proven.
+RECORDED = (
+    # a curve of learning rates: that it is so is certain, that it was not meant so is not
     "dies-early",
     "warmup-never-ends",
     "multiplied",
+    # norms, not tensors, and 1e-4 apart; ranks that train apart for a while (local SGD, experts) are meant so
     "ranks_differ",
+    "ranks_see_the_same",
+    "ranks_set_up_differently",
+    "ranks_add_up",
+    "ranks_clip_apart",
+    "one_rank_nonfinite",
+    "sharded_late",
+    "rank_lost",
+    "ranks_hang",
+    # a decay seen at the taped steps and taken for all others
     "average_too_slow",
+    # shares of a way, between limits that somebody chose; slow weights go back on purpose
     "average_stays",
-    "stored_data_changed",
+    # shares of samples: targets that are drawn anew (noise, mixtures) change, too
     "pairs_change",
+    # a count against what independent shuffles would draw
     "few_rows_drawn",
-    "statistics_left_behind",
+    # zero, or the same to the last bit, at every measured step; a frozen part with a gradient may be meant
+    "stays_zero",
+    "no_layer_gradient",
+    "never_moves",
+    "begins_alike",
 )
 
 
 # A learning rate that trains well is a little too high early and a little too low late: not worth a word.
 STEP_LENGTHS = ("lr-too-high", "lr-too-low")
+LENGTHS_AND_LIMITS = (*STEP_LENGTHS, "grad-clip-misuse")
 
 LONG_WAY_BACK = 0.2  # of a run, spent above the loss of guessing
 
@@ -62,8 +99,8 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     'problem'
     """
     if not isinstance(run, Run):
-        run = open_run(run)
-    symptoms = [symptom for find in SYMPTOMS for symptom in find(run)]
+        run = open_whole(run)
+    symptoms = leave_to_its_rank([symptom for find in SYMPTOMS for symptom in find(run)])
     troubled = any(symptom.name in TROUBLE for symptom in symptoms)
     verdicts = last_verdicts(run)
     found = [finding_of_verdict(v, troubled) for v in verdicts if v["verdict"] == "confirmed"]
@@ -72,35 +109,64 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     if not troubled and trains_well(run):
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
-    found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)))
+    recorded = {suspect for s in symptoms if s.name in RECORDED for suspect in s.suspects}
+    found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)), recorded)
+    in_trouble = {v.get("id") for v in verdicts if v["verdict"] == "confirmed" and v.get("if_troubled")}
+    found = behind_a_rate_that_died(found, in_trouble & {f.id for f in found})
     found = fold_consequences(
         [add_outburst(add_place(placed_by_gain(finding, run), run), run) for finding in found]
     )
-    return Diagnosis(
-        run=str(run.path),
+    examination = read_examination(run)
+    diagnosis = Diagnosis(
+        run=plain(str(run.path)),
         steps=len(run),
         causes=add_trials(rank(found), run),
         symptoms=tuple(sorted(symptoms, key=lambda s: LEVELS.index(s.level))),
         excluded=tuple(e for e in excluded if e.family not in {f.family for f in found}),
         cost=run.info.get("cost", {}),
-        notes=tuple(run.notes),
+        notes=(*run.notes, *find_unseen(run, examination)),
+        damaged=bool(run.notes),
+        ended="ended" in run.info,
+        counted=count_seen(run, examination),
         next_steps=suggest_next(found, run) if troubled else (),
+        examination=examination,
+        failure=str(run.info.get("failure") or ""),
+        raised=describe_end(run),
+        script=script_of(run),
     )
+    return name_cells(diagnosis, run.info.get("cells") or {})
+
+
+def script_of(run: Run) -> str:
+    source, directory = (run.info.get("source") or {}).get("file"), run.info.get("directory")
+    return os.path.join(directory, source) if source and directory else ""
+
+
+def leave_to_its_rank(symptoms: list[Symptom]) -> list[Symptom]:
+    """A NaN that came from another rank, with the averaged gradient, was not born in this one's backward."""
+    came = min(
+        (s.step for s in symptoms if s.name == "one_rank_nonfinite" and s.step is not None), default=None
+    )
+    if came is None:
+        return symptoms
+    return [
+        replace(s, suspects=()) if s.name == "nonfinite" and s.step is not None and s.step >= came else s
+        for s in symptoms
+    ]
 
 
 def last_verdicts(run: Run) -> list[dict[str, Any]]:
     """What each experiment said last about each family, and since when; what it called lasting stays said."""
-    last: dict[tuple[str, str], dict[str, Any]] = {}
+    last: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for event in run.events:
         if event.get("event") != "verdict" or event.get("family") not in BY_FAMILY:
             continue
-        key = (event.get("experiment", ""), event["family"])
-        before = last.get(key)
-        if before and before["verdict"] == "confirmed" and before.get("lasting"):
-            continue
-        same = before is not None and before["verdict"] == "confirmed" and before.get("id") == event.get("id")
-        last[key] = {**event, "since": before["since"] if before and same else event.get("step")}
-    return list(last.values())
+        before = last.setdefault((event.get("experiment", ""), event["family"]), [])
+        ids = [(said["verdict"], said.get("id")) for said in before]
+        same = ("confirmed", event.get("id")) in ids
+        since = before[ids.index(("confirmed", event.get("id")))]["since"] if same else event.get("step")
+        before[:] = standing(before, {**event, "since": since})
+    return [said for verdicts in last.values() for said in verdicts]
 
 
 # A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart.
@@ -122,7 +188,8 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
         family=cause.family,
         id=verdict.get("id") or cause.family,
         level=level,
-        confidence=verdict.get("confidence", "proven"),
+        confidence=verdict.get("confidence")
+        or "possible",  # a verdict that does not say how sure it is, is not sure
         evidence=tuple(verdict.get("evidence", ())),
         fix=verdict.get("fix") or cause.advice(verdict.get("id", "")),
         where=verdict.get("where"),
@@ -156,16 +223,32 @@ def as_grave_as_the_way_back(finding: Finding, run: Run) -> Finding:
     return replace(finding, level="problem", evidence=(*finding.evidence, said))
 
 
-def add_suspicions(proven: list[Finding], suspected: list[Finding]) -> list[Finding]:
-    """What the symptoms suggest, behind what is proven: beside a proven problem it is a consequence, not a cause."""
+def add_suspicions(
+    proven: list[Finding], suspected: list[Finding], recorded: Collection[str] = ()
+) -> list[Finding]:
+    """What the symptoms suggest, behind what is proven: beside a proven problem it is a consequence, not a cause.
+
+    `recorded` are ids that are no consequences: they were read off the record, not off how training went.
+    """
     known = {finding.family for finding in proven}
     fresh = [finding for finding in suspected if finding.family not in known]
     if any(finding.level == "problem" and finding.confidence == "proven" for finding in [*proven, *fresh]):
+        # how long steps are is judged when it is set right; until then, "raise" and "lower" are no advice
+        fresh = [f for f in fresh if f.confidence != "possible" or f.family not in LENGTHS_AND_LIMITS]
         fresh = [
-            replace(f, level="warning") if f.level == "problem" and f.confidence != "proven" else f
+            replace(f, level="warning")
+            if f.level == "problem" and f.confidence != "proven" and f.id not in recorded
+            else f
             for f in fresh
         ]
     return [*proven, *fresh]
+
+
+def behind_a_rate_that_died(found: list[Finding], in_trouble: Collection[str | None]) -> list[Finding]:
+    """What is a problem only because training is in trouble, where the trouble is that it has stopped: a warning."""
+    if not any(f.family == "lr-schedule-error" and f.level == "problem" for f in found):
+        return found
+    return [replace(f, level="warning") if f.id in in_trouble and f.level == "problem" else f for f in found]
 
 
 NONFINITE = ("forward-nonfinite", "backward-nonfinite")
@@ -193,6 +276,11 @@ def suggest_next(found: list[Finding], run: Run) -> tuple[str, ...]:
     """Where a training is in trouble and nothing is proven: the two experiments that would tell most."""
     if any(f.level == "problem" and f.confidence == "proven" for f in found):
         return ()
+    if run.by_hand:
+        return (
+            '`gp_dump(run, "step.safetensors")` between backward and update, then `gradproof check-dump '
+            "step.safetensors --against reference.py:loss`: is this step's forward right, is its backward?",
+        )
     wanted = []
     located = [f for f in found if f.id.endswith("/unlocated") and f.step is not None]
     if located:
@@ -251,7 +339,8 @@ def finding_of_suspicion(id: str, seen: list[Symptom]) -> Finding:
     if any(symptom.name in PROOFS for symptom in seen):
         confidence = "proven"
     else:
-        confidence = "likely" if len(seen) > 1 or level == "problem" else "possible"
+        sure = len(seen) > 1 or level == "problem" or any(symptom.name in RECORDED for symptom in seen)
+        confidence = "likely" if sure else "possible"
     return Finding(
         family=family,
         id=id,
@@ -320,7 +409,13 @@ KEEPS_GRADIENT_OUT = (
 )
 AT_THE_START = 3  # steps: what is so by then was not made so by training
 # What makes steps short whatever the learning rate.
-SHORTENS_STEPS = ("optimizer-config/eps", "grad-clip-misuse/limit-too-small", "lr-schedule-error/dies-early")
+SHORTENS_STEPS = (
+    "optimizer-config/eps",
+    "grad-clip-misuse/limit-too-small",
+    "lr-schedule-error/dies-early",
+    "lr-schedule-error/warmup-never-ends",
+    "lr-schedule-error/multiplied",
+)
 
 
 def as_grave_as_short_steps(finding: Finding, others: list[Finding]) -> Finding:
@@ -386,7 +481,28 @@ def first(one: Finding, other: Finding) -> bool:
     return one.step is not None and other.step is not None and one.step <= other.step
 
 
-def _weight(finding: Finding, others: list[Finding]) -> tuple[int, bool, int, float]:
+def _weight(finding: Finding, others: list[Finding]) -> tuple[int, bool, int, float, int]:
     step = float("inf") if finding.step is None else finding.step
     explained = is_explained(finding, others)
-    return LEVELS.index(finding.level), explained, CONFIDENCES.index(finding.confidence), step
+    family = READ_FIRST.index(finding.family) if finding.family in READ_FIRST else len(READ_FIRST)
+    return LEVELS.index(finding.level), explained, CONFIDENCES.index(finding.confidence), step, family
+
+
+# Of findings that are alike in everything else, first those of how the step is put together, then of what it is fed.
+READ_FIRST = (
+    "grad-accumulation-error",
+    "zero-grad-error",
+    "aliasing-or-inplace",
+    "axis-or-shape-error",
+    "param-not-updated",
+    "detached-graph",
+    "wrong-gradient",
+    "lr-too-high",
+    "lr-too-low",
+    "loss-activation-mismatch",
+    "data-target-misaligned",
+    "attention-mask-error",
+    "loss-mask-error",
+    "loss-scale-or-sign",
+    "input-or-target-scale",
+)

@@ -9,6 +9,8 @@ import numpy as np
 
 from gradproof.record.run import Run
 
+PIECE = 20_000  # values that are looked at together
+
 
 @dataclass(frozen=True)
 class Track:
@@ -43,6 +45,7 @@ class Trend:
     best: float
     noise: float
     points: int
+    end: float  # the last points alone: a run can be on its way back when it ends
 
     @property
     def fell(self) -> bool:
@@ -64,26 +67,62 @@ def trend(values: np.ndarray) -> Trend | None:
         return None
     window = min(max(6, len(values) // 20 * 2), len(values) // 3)  # even: an oscillation has no trend
     first, last = float(np.median(values[:window])), float(np.median(values[-window:]))
-    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+    smooth = _running_means(values, window)
     # noise: how far points lie from their neighbours, not from the trend
     spread = float(np.median(np.abs(np.diff(values)))) if len(values) > 2 else 0.0
     return Trend(
-        float(np.median(values[:3])), first, last, float(smooth.min()), spread / np.sqrt(window), len(values)
+        float(np.median(values[:3])),
+        first,
+        last,
+        float(smooth.min()),
+        spread / np.sqrt(window),
+        len(values),
+        float(np.median(values[-3:])),
     )
+
+
+def _running_means(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of every `window` values in a row, in one pass whatever the window."""
+    unit = float(np.abs(values).max()) or 1.0  # so that no sum overflows
+    sums = np.concatenate([[0.0], np.cumsum(values / unit)])
+    return unit * (sums[window:] - sums[:-window]) / window
+
+
+def calls(run: Run, letter: str) -> np.ndarray:
+    """How often something was called at each step; the letters are those of the column `order`."""
+    orders = run.steps["order"]
+    counts = {order: order.count(letter) for order in set(orders)}
+    return np.array([counts[order] for order in orders], dtype=np.int64)
 
 
 def spikes(values: np.ndarray, steps: np.ndarray, window: int = 50) -> list[tuple[int, float, float]]:
     """Values far above what came before: (step, value, usual value). The new value never judges itself."""
     found = []
-    for index in range(10, len(values)):
-        before = values[max(0, index - window) : index]
-        before = before[np.isfinite(before)]
-        if len(before) < 10 or not np.isfinite(values[index]):
-            continue
-        usual = float(np.median(before))
-        spread = float(np.median(np.abs(before - usual))) + 1e-3 * abs(usual) + 1e-12
-        if values[index] - usual > 12 * spread and values[index] > 1.5 * usual:
-            found.append((int(steps[index]), float(values[index]), usual))
+    for start in range(0, len(values), PIECE):
+        end = min(start + PIECE, len(values))
+        # the values before each, as rows; there are none before the first
+        padded = np.concatenate(
+            [np.full(max(0, window - start), np.nan), values[max(0, start - window) : end]]
+        )
+        before = np.lib.stride_tricks.sliding_window_view(padded, window)[: end - start]
+        known = np.isfinite(before)
+        judged = (known.sum(axis=1) >= 10) & np.isfinite(values[start:end])
+        usual = _medians(before, known, judged)
+        for row in np.flatnonzero(judged & (values[start:end] > np.where(usual > 0, 1.5, 1.0) * usual)):
+            value, middle = float(values[start + row]), float(usual[row])
+            spread = float(np.median(np.abs(before[row][known[row]] - middle))) + 1e-3 * abs(middle) + 1e-12
+            if value - middle > 12 * spread and value > 1.5 * middle:
+                found.append((int(steps[start + row]), value, middle))
+    return found
+
+
+def _medians(rows: np.ndarray, known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The median of what is known of each row; NaN where it is not wanted."""
+    found = np.full(len(rows), np.nan)
+    whole = known.all(axis=1) & wanted
+    found[whole] = np.median(rows[whole], axis=1)
+    for row in np.flatnonzero(wanted & ~whole):
+        found[row] = np.median(rows[row][known[row]])
     return found
 
 

@@ -6,12 +6,14 @@ loss falls, a flat loss at its optimum, GradScaler's first skipped steps) is a n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gradproof.diagnosis.bad_numbers import nonfinite, steps_skipped
+from gradproof.diagnosis.bad_numbers import anomaly, nonfinite, steps_skipped
 from gradproof.diagnosis.bookkeeping import BOOKKEEPING
+from gradproof.diagnosis.by_hand import BY_HAND
 from gradproof.diagnosis.copies import statistics_left_behind
 from gradproof.diagnosis.coverage import few_rows_drawn
 from gradproof.diagnosis.curves import (
@@ -24,6 +26,7 @@ from gradproof.diagnosis.curves import (
     of_track,
 )
 from gradproof.diagnosis.findings import Symptom
+from gradproof.diagnosis.own_rate import own_rate_dies
 from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.returns import average_stays, weights_put_back
@@ -124,7 +127,7 @@ def never_changed(run: Run) -> Iterator[Symptom]:
     """Parameters that an optimizer has and that never move."""
     inside = [p for p in _parameters(run) if p["optimizer"] is not None]
     still = [p for p in inside if p.get("changed") is False]
-    if not still or len(run) < 3:
+    if not still or len(run) < 3 or run.by_hand:  # an update by hand has symptoms of its own
         return
     no_gradient = [p for p in still if not p.get("gradient")]
     with_gradient = [p for p in still if p.get("gradient")]
@@ -150,6 +153,9 @@ def explain_standstill(run: Run, still: list[dict]) -> tuple[str, tuple[str, ...
     if measured.size and (measured == 0).all():
         text = f"the gradient of {_names(still)} is exactly zero at every measured step"
         return text, ("dead-activation/units", "bad-init/zeros", "vanishing-signal/depth")
+    if all(o.get("class") == "UpdatesByHand" for o in run.info.get("optimizers", [])):
+        text = f"gradients arrive at {_names(still)}, and no update by hand has changed a bit of it"
+        return text, ("param-not-updated/left-out", "lr-too-low/tiny-updates")
     text = f"gradients arrive at {_names(still)} and the optimizer steps, but every bit stays as it was"
     if all(p.get("dtype") in ("bfloat16", "float16") for p in still):
         return f"{text} ({still[0]['dtype']})", (
@@ -186,12 +192,17 @@ def order_of_calls(run: Run) -> Iterator[Symptom]:
     orders, norms = run.steps["order"][1:], run.steps["grad_norm"][1:]  # the first step follows no other
     if len(orders) < 4:
         return
-    if _share("g" in o for o in orders) > 0.9:
+    kinds, quiet = Counter(orders), Counter(orders[~(norms > 0)])  # of a million steps there are a few
+
+    def share(is_so: Callable[[str], bool], of: Counter[str] = kinds) -> float:
+        return sum(count for order, count in of.items() if is_so(order)) / len(orders)
+
+    if share(lambda order: "g" in order) > 0.9:
         text = "the gradients of the step before are still there when backward begins: every step adds to all before it"
         yield Symptom(
             "stale_gradient", "problem", text, 1, line_of(run, "backward"), ("zero-grad-error/never-cleared",)
         )
-    if _share(zeroed_before_step(o) and not n > 0 for o, n in zip(orders, norms, strict=True)) > 0.9:
+    if share(zeroed_before_step, quiet) > 0.9:
         text = "zero_grad is called between backward and step: the optimizer never sees the gradient"
         yield Symptom(
             "zeroed_before_step",
@@ -201,11 +212,11 @@ def order_of_calls(run: Run) -> Iterator[Symptom]:
             line_of(run, "zero_grad"),
             ("zero-grad-error/before-step",),
         )
-    if _share(clipped_after_step(o) for o in orders) > 0.9:
+    if share(clipped_after_step) > 0.9:
         text = "the gradient is clipped after the optimizer has stepped: the clip changes nothing"
         yield Symptom("late_clip", "problem", text, 0, line_of(run, "clip"), ("grad-clip-misuse/after-step",))
     scale = run.steps["loss_scale"]
-    if _share(scale > 1) > 0.9 and _share(clipped_while_scaled(o) for o in orders) > 0.9:
+    if np.mean(scale > 1) > 0.9 and share(clipped_while_scaled) > 0.9:
         text = f"the gradient is clipped while it still carries the loss scale of {np.nanmedian(scale):g}"
         yield Symptom(
             "clip_before_unscale",
@@ -224,9 +235,12 @@ def zeroed_before_step(order: str) -> bool:
 
 
 def clipped_after_step(order: str) -> bool:
-    """The clip comes before any backward of its step, so it was meant for the step before; and none comes later."""
-    before, _, after = order.partition("b")
+    """The only clip comes after the step, or before any backward: it was meant for the step before."""
     clips = {"c", "v"}
+    until, _, late = order.partition("s")
+    if clips & set(late):
+        return not clips & set(until)
+    before, _, after = order.partition("b")
     return "b" in order and bool(clips & set(before)) and not clips & set(after)
 
 
@@ -286,11 +300,14 @@ def update_ratios(run: Run) -> tuple[list[str], np.ndarray] | None:
     """‖Δθ‖/‖θ‖ of each matrix, the median over the measured steps."""
     updates, weights = run.table("update", "norm"), run.table("weight", "norm")
     sizes = {p["name"]: p["shape"] for p in run.info.get("parameters", [])}
-    columns = [j for j, name in enumerate(updates.names) if len(sizes.get(name, ())) >= 2]
-    if not columns or updates.values.shape != weights.values.shape:
+    names = set(weights.names)
+    columns = [j for j, name in enumerate(updates.names) if name in names and len(sizes.get(name, ())) >= 2]
+    if not columns:
         return None
+    of_weights = [weights.names.index(updates.names[j]) for j in columns]
+    _, here, there = np.intersect1d(updates.steps, weights.steps, return_indices=True)
     with np.errstate(all="ignore"):
-        ratios = _median_over_steps(updates.values[:, columns] / weights.values[:, columns])
+        ratios = _median_over_steps(updates.values[here][:, columns] / weights.values[there][:, of_weights])
     known = np.isfinite(ratios)
     if not known.any():
         return None
@@ -317,11 +334,6 @@ def _parameters(run: Run) -> list[dict]:
     return [p for p in run.info.get("parameters", []) if p.get("trainable")]
 
 
-def _share(truths: Iterable[bool]) -> float:
-    found = [bool(truth) for truth in truths]
-    return sum(found) / len(found) if found else 0.0
-
-
 def _median_over_steps(values: np.ndarray) -> np.ndarray:
     return np.array([np.median(c[np.isfinite(c)]) if np.isfinite(c).any() else np.nan for c in values.T])
 
@@ -346,11 +358,13 @@ def _names(parameters: list[dict]) -> str:
 
 SYMPTOMS = (
     nonfinite,
+    anomaly,
     steps_skipped,
     order_of_calls,
     outside_optimizer,
     never_changed,
     learning_rate,
+    own_rate_dies,
     gradient_growing,
     loss_not_improving,
     loss_hardly_falling,
@@ -367,4 +381,5 @@ SYMPTOMS = (
     weights_put_back,
     average_stays,
     ranks_out_of_step,
+    *BY_HAND,
 )

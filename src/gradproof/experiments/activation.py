@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow
+from gradproof.experiments.logarithms import RAW
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation
 
@@ -56,10 +57,18 @@ def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
     if bool(((total - 1).abs() < 0.02).float().mean() > 0.9):
         return  # the logarithm of probabilities, however it was made
     where = place_of("", comparison.operation.line)
+    name = maker.name if maker is not None else ""
     if _are_probabilities(rows, 1):
         line = "nll_loss is given probabilities (each row sums to 1), it wants their logarithms"
         fix = "use log_softmax in place of softmax, or cross_entropy on the raw scores"
-        yield confirmed(f"{FAMILY}/missing-log", line, where=where, fix=fix, lasting=True)
+        yield confirmed(
+            f"{FAMILY}/missing-log",
+            line,
+            where=where,
+            fix=fix,
+            lasting=True,
+            confidence="proven" if name == "_softmax" else "likely",  # what softmax made, or what looks so
+        )
         return
     line = (
         f"nll_loss wants log-probabilities, whose exponentials sum to 1 in each row; here they sum to "
@@ -67,7 +76,14 @@ def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         "the loss has no lower bound"
     )
     fix = "use cross_entropy, or put log_softmax before nll_loss"
-    yield confirmed(f"{FAMILY}/nll-of-raw-scores", line, where=where, fix=fix, lasting=True)
+    yield confirmed(
+        f"{FAMILY}/nll-of-raw-scores",
+        line,
+        where=where,
+        fix=fix,
+        lasting=True,
+        confidence="proven" if name in RAW else "likely",  # what a layer made, or what looks so
+    )
 
 
 def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Iterator[Verdict]:
@@ -77,13 +93,17 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
     values = flow.values([scores]).get(scores)
     if values is None or values.dim() == 0 or values.shape[dim] < 2:
         return
-    if (last is not None and last.name == "_softmax") or _are_probabilities(values, dim):
+    made = last is not None and last.name == "_softmax"
+    whole = _are_probabilities(values, dim)  # a softmax over another axis makes rows of any sum
+    if made or whole:
         count = values.shape[dim]
         least = math.log(1 + (count - 1) / math.e)
+        span = f"{float(values.min()):.3g} to {float(values.max()):.3g}" + (
+            ", each row sums to 1" if whole else ""
+        )
         line = (
-            f"the scores given to cross_entropy are probabilities already ({float(values.min()):.3g} to "
-            f"{float(values.max()):.3g}, each row sums to 1): softmax is applied twice, and the loss cannot fall below "
-            f"{least:.3g} for {count} classes"
+            f"the scores given to cross_entropy are probabilities already ({span}): softmax is applied twice, and the "
+            f"loss cannot fall below {least:.3g} for {count} classes"
         )
         place = _place(last, comparison)
         yield confirmed(
@@ -92,6 +112,7 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             where=place,
             fix="give cross_entropy the raw scores: remove the softmax",
             lasting=True,
+            confidence="proven" if made else "likely",  # what softmax made, or what looks so
         )
     elif last is not None and last.name.rstrip("_") in ("sigmoid", "tanh", "hardtanh", "hardsigmoid"):
         low, high = RANGES[last.name]
@@ -151,7 +172,13 @@ def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         size = flow.tape.slots[last.makes[0]].shape[last.args[1]]
         if size == 1:
             line = "softmax over a single output is 1 for every input: nothing can be learned"
-            yield confirmed(f"{FAMILY}/softmax-of-one", line, where=_place(last, comparison), lasting=True)
+            yield confirmed(
+                f"{FAMILY}/softmax-of-one",
+                line,
+                where=_place(last, comparison),
+                lasting=True,
+                confidence="proven",
+            )
             return
     if comparison.operation.name != "binary_cross_entropy_with_logits":
         return
@@ -162,7 +189,12 @@ def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         )
         fix = f"remove the {name.strip('_')}, or use binary_cross_entropy"
         yield confirmed(
-            f"{FAMILY}/sigmoid-twice", line, where=_place(last, comparison), fix=fix, lasting=True
+            f"{FAMILY}/sigmoid-twice",
+            line,
+            where=_place(last, comparison),
+            fix=fix,
+            lasting=True,
+            confidence="proven",  # two operations, one behind the other
         )
     elif last is not None and name in RANGES:
         yield from of_limited_scores(flow, last, comparison)
@@ -187,7 +219,14 @@ def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> It
         f"being 1, the loss cannot fall below {least:.3g}"
     )
     fix = f"give binary_cross_entropy_with_logits the raw scores: remove the {name}"
-    yield confirmed(f"{FAMILY}/bounded-scores", line, where=_place(last, comparison), fix=fix, lasting=True)
+    yield confirmed(
+        f"{FAMILY}/bounded-scores",
+        line,
+        where=_place(last, comparison),
+        fix=fix,
+        lasting=True,
+        confidence="proven",  # by the range of the operation
+    )
 
 
 def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
@@ -212,7 +251,12 @@ def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
     )
     fix = f"remove the {name} at the end, or bring the targets into its range"
     yield confirmed(
-        f"{FAMILY}/{name}-at-the-end", line, where=_place(last, comparison), fix=fix, lasting=True
+        f"{FAMILY}/{name}-at-the-end",
+        line,
+        where=_place(last, comparison),
+        fix=fix,
+        lasting=True,
+        confidence="proven",  # by the range of the operation
     )
 
 

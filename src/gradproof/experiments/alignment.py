@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.grids import Grid, find_grids
+from gradproof.experiments.grids import EXACT, Grid, find_grids
 
 LAGS = range(-3, 4)
-EXACT = 0.98  # of the targets are the token at that lag
 DIRECT = 5.0  # a token's own prediction moves that many times as much as the others: it can be copied
 
 
 def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
     """Next-token prediction wants targets exactly one ahead: at 0 the answer is given away, at 2 a token is skipped."""
     aligned, odd = None, []
-    for grid in find_grids(evidence):
+    for grid in find_grids(evidence, by_hand=True):
         if grid.chance > 0.6:
             continue
         shares = {lag: grid.share_at(lag) for lag in LAGS}
@@ -42,15 +41,17 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
     numbers = name_lags(shares)
     whole = float(grid.valid.double().mean()) > 0.95
     if 0 in exact and whole and can_copy(grid):
+        causal = is_causal(grid)
         yield confirmed(
             "data-target-misaligned/no-shift",
             line,
             "each target is the token that its own prediction was made from: copying solves it",
             where=where,
             fix="shift by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
-            level="problem" if is_causal(grid) else "warning",  # an encoder may be asked to copy
+            level="problem" if causal else "warning",  # an encoder may be asked to copy
             lasting=True,
             numbers=numbers,
+            confidence="proven" if causal else "likely",  # its token was changed, and its prediction followed
         )
     elif exact and min(exact) > 1:
         yield confirmed(
@@ -61,6 +62,7 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             fix="shift once, either in the data or before the loss, so that targets are the next token",
             lasting=True,
             numbers=numbers,
+            confidence="likely",  # equal tokens, counted
         )
     elif exact and max(exact) < 0:
         yield confirmed(

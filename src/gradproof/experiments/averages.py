@@ -1,51 +1,53 @@
-"""How slow is an average of the weights? Its decay, read from the operations that average; judged at the run's end."""
+"""Does what ought to follow the weights follow them? Averages of the weights, target networks, and tied weights."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from gradproof.experiments.evidence import Evidence, Verdict
+import torch
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
+from gradproof.experiments.instruments.averages import Follower, find_followers
 from gradproof.experiments.nonfinite import place_of
-from gradproof.tape.operations import Operation, Ref
 
-SAME = ("detach", "alias")  # p.detach() and p.data are the weight itself
-
-
-@dataclass(frozen=True)
-class Average:
-    """One tensor that follows a weight: average = decay * average + (1 - decay) * weight."""
-
-    slot: int
-    weight: int
-    decay: float
-    operation: Operation
+FAMILY = "weights-state-error"
+TIMES = 2  # later taped steps that average anew, from a tensor that has not changed by one bit
+SMALL, LARGE = 0.3, 3.0  # times the size of the weights: no average of what they have been is that far off
+EARLY = 3  # steps: later, equal weights have had time to come apart
+UNTIED = 1e-3  # of the size of a table: beyond rounding, and less than a step changes it
 
 
-def how_slow_is_the_average(evidence: Evidence) -> Iterator[Verdict]:
-    """Notes decay and place in the run's facts: how much of the start an average still holds is known at the end."""
-    found = list(find_averages(evidence))
-    if not found or len({average.operation.line for average in found}) > 2:
+def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
+    found = list(find_followers(evidence))
+    averages = [each for each in found if each.averages]
+    note_decay(evidence, averages)
+    yield from first_of((thrown_away(evidence, averages), wrong_size(evidence, found), came_untied(evidence)))
+
+
+def note_decay(evidence: Evidence, averages: list[Follower]) -> None:
+    """Into the run's facts: how much of the start an average still holds is known, and judged, at the end."""
+    if not averages or len({average.operation.line for average in averages}) > 2:
         return
-    decay = sorted(average.decay for average in found)[len(found) // 2]
-    slots = {average.slot for average in found}
-    facts = evidence.memory.setdefault("facts", {}).setdefault(
+    slots = {average.slot for average in averages}
+    first = averages[0].operation
+    facts = evidence.memory.setdefault(
         "average",
         {
-            "tensors": len(found),
+            "tensors": len(averages),
             "shapes": signature(evidence.slot(s).shape for s in slots),
             "module": all(evidence.slot(s).kind == "parameter" for s in slots),
-            "where": place_of(found[0].operation.module, found[0].operation.line),
+            "where": place_of(first.module, first.line),
             "in_training": False,
             "decays": [],
         },
     )
-    facts["decays"].append([evidence.step, decay])
-    inside = (op for op in evidence.forward if op.module and not slots.isdisjoint(op.reads))
+    facts["decays"].append([evidence.step, sorted(a.keep for a in averages)[len(averages) // 2]])
+    # a validation between two steps is no part of the training
+    inside = (op for op in evidence.flow.operations if op.module and not slots.isdisjoint(op.reads))
     facts["in_training"] |= next(inside, None) is not None
-    yield from ()
+    evidence.noted["average"] = facts
 
 
 def signature(shapes: Iterable[tuple[int, ...]]) -> int:
@@ -53,52 +55,104 @@ def signature(shapes: Iterable[tuple[int, ...]]) -> int:
     return zlib.crc32(repr(sorted(tuple(shape) for shape in shapes)).encode())
 
 
-def find_averages(evidence: Evidence) -> Iterator[Average]:
-    """Sums of two tensors whose factors add up to one, the one a weight that the optimizer steps; and lerps."""
-    trained = set(evidence.tape.final_gradients)
-    scaled: dict[int, tuple[int, float]] = {}  # slot -> (what it is a multiple of, how many times)
-    for op in evidence.tape.operations:
-        if op.phase == "optimizer" or op.in_backward is not None or (op.grad_enabled and op.module):
-            continue
-        for name, first, second, number in single_operations(op):
-            first = evidence.flow.behind(first, SAME)
-            second = None if second is None else evidence.flow.behind(second, SAME)
-            made = first if name.endswith("_") else next(iter(op.makes), first)
-            if name in ("mul", "mul_") and second is None:
-                scaled[made] = (first, number)
-            elif name in ("lerp", "lerp_") and second in trained and 0 < number < 1:
-                yield Average(first, second, 1 - number, op)
-            elif name in ("add", "add_") and second is not None:
-                one, two = scaled.get(first, (first, 1.0)), scaled.get(second, (second, 1.0))
-                parts = [one, (two[0], two[1] * number)]
-                (slow, decay), (weight, rest) = parts if parts[1][0] in trained else parts[::-1]
-                same = evidence.slot(slow).shape == evidence.slot(weight).shape
-                if (
-                    weight in trained
-                    and slow not in trained
-                    and same
-                    and abs(decay + rest - 1) < 1e-6
-                    and 0 < decay < 1
-                ):
-                    yield Average(slow, weight, decay, op)
-
-
-def single_operations(op: Operation) -> Iterator[tuple[str, int, int | None, float]]:
-    """(name, first tensor, second tensor, number) of an operation, or of each pair of a _foreach_ operation."""
-    name = op.name.removeprefix("_foreach_")
-    if name.rstrip("_") not in ("mul", "add", "lerp") or not op.args:
-        return
-    others: Any = op.args[1] if len(op.args) > 1 else op.kwargs.get("other")
-    number = op.args[2] if len(op.args) > 2 else op.kwargs.get("alpha", op.kwargs.get("weight", 1.0))
-    firsts = (
-        op.args[0]
-        if isinstance(op.args[0], (list, tuple)) and not isinstance(op.args[0], Ref)
-        else [op.args[0]]
+def thrown_away(evidence: Evidence, averages: list[Follower]) -> Verdict | None:
+    """Each step computes decay * average + (1 - decay) * weight; at the next one, the average is what it was."""
+    found = [average for average in averages if not average.operation.grad_enabled]
+    if not found or any(evidence.slot(average.slot).made_by is not None for average in found):
+        return None
+    value = evidence.tape.leaf_value
+    now = [value(average.slot) for average in found]
+    leaves = [average for average in found if evidence.slot(average.weight).made_by is None]
+    moves = any(not value(average.slot).equal(value(average.weight)) for average in leaves)
+    kept = evidence.memory.setdefault("lost average", {"before": [], "times": 0})
+    before = kept["before"]
+    same = len(before) == len(now) and all(a.equal(b) for a, b in zip(before, now, strict=True))
+    kept["times"] = kept["times"] + 1 if same and moves else 0
+    kept["before"] = [value.clone() for value in now]
+    if kept["times"] < TIMES:
+        return None
+    operation = found[0].operation
+    return confirmed(
+        f"{FAMILY}/average-thrown-away",
+        f"every step averages {len(found)} tensors with the weights (decay {found[0].keep:g}), and {TIMES + 1} "
+        "taped steps find them unchanged to the last bit: the result is never written back",
+        where=place_of(operation.module, operation.line),
+        fix="write the average back in place: target.lerp_(weight, 1 - decay), or target.copy_(...), under no_grad",
+        lasting=True,
+        confidence="proven",  # the same to the last bit
     )
-    for index, first in enumerate(firsts):
-        several = isinstance(others, (list, tuple)) and not isinstance(others, Ref)
-        other = others[index] if several and index < len(others) else others
-        if isinstance(other, (int, float)) and not isinstance(number, Ref):
-            yield name, first.slot, None, float(other)
-        elif isinstance(other, Ref) and isinstance(number, (int, float)):
-            yield name, first.slot, other.slot, float(number)
+
+
+def wrong_size(evidence: Evidence, found: list[Follower]) -> Verdict | None:
+    """Parameters that are averaged in place, by factors that do not add up to one, and have gone where these lead."""
+    value = evidence.tape.leaf_value
+    followers = [
+        f for f in found if f.slot in f.operation.writes and evidence.slot(f.slot).kind == "parameter"
+    ]
+    sizes = [(value(f.slot).double().norm(), value(f.weight).double().norm(), f) for f in followers]
+    ratios = sorted(
+        (float(slow / fast), f.limit, number) for number, (slow, fast, f) in enumerate(sizes) if fast > 0
+    )
+    if not ratios:
+        return None
+    ratio, limit, number = ratios[len(ratios) // 2]
+    said = f"the averaged weights have {ratio:.2g} times the size of those they average"
+    if SMALL < ratio < LARGE:
+        return excluded(f"{FAMILY}/average", said)
+    if SMALL < limit < LARGE:  # it begins at zero, or far away, and comes nearer
+        return None
+    operation = sizes[number][2].operation
+    return confirmed(
+        f"{FAMILY}/average",
+        f"{said}: their factors add up to {sizes[number][2].keep + sizes[number][2].take:.3g}, which leads to "
+        f"{limit:.2g} times",
+        where=place_of(operation.module, operation.line),
+        fix="average = decay * average + (1 - decay) * weights",
+        confidence="likely",
+    )
+
+
+def came_untied(evidence: Evidence) -> Verdict | None:
+    """An embedding and an output layer with the same first values and memory of their own: tied by a copy."""
+    kept = evidence.memory.setdefault("tied at the start", {})
+    if evidence.step <= EARLY and "pairs" not in kept:
+        kept["pairs"] = equal_pairs(evidence)
+    slots = {slot.name: slot.index for slot in evidence.tape.parameters}
+    for table, output in kept.get("pairs", ()):
+        if table not in slots or output not in slots:
+            continue
+        one, two = (evidence.tape.leaf_value(slots[name]) for name in (table, output))
+        apart = float((one - two).norm() / one.norm())
+        if apart > UNTIED:
+            return confirmed(
+                f"{FAMILY}/untied",
+                f"{output} began as a copy of {table} and is now {100 * apart:.2g} % away: two tensors, not one",
+                where=output,
+                fix=f"share the parameter itself: {output} = {table}, not its .data or a clone",
+                level="warning",
+                confidence="likely",
+                lasting=True,
+            )
+    return None
+
+
+def equal_pairs(evidence: Evidence) -> list[tuple[str, str]]:
+    """(looked-up table, matrix) with bit-identical values before the step, both trained, neither constant."""
+    tables = {op.reads[0] for op in evidence.forward if op.name == "embedding" and op.reads}
+    stepped, value = set(evidence.tape.stepped), evidence.tape.leaf_value
+    slots = [slot for slot in evidence.tape.parameters if len(slot.shape) == 2 and slot.index in stepped]
+    return [
+        (one.name, two.name)
+        for one in slots
+        for two in slots
+        if one.index in tables
+        and two.index not in tables
+        and one.shape == two.shape
+        and one.storage != two.storage
+        and differs_inside(value(one.index))
+        and torch.equal(value(one.index), value(two.index))
+    ]
+
+
+def differs_inside(values: Tensor) -> bool:
+    return bool((values != values.reshape(-1)[0]).any())

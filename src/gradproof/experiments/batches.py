@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
 from gradproof.experiments.flow import ALIASES, place_of_data
 from gradproof.tape.operations import Line
 from gradproof.tape.operators import is_random
@@ -53,12 +53,13 @@ class Batch:
 
 def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
     """The same batch again and again, a few samples over and over, one class at a time, a generator seeded anew."""
-    batches: list[Batch] = evidence.memory.setdefault("batches", [])
-    batch = look_at_batch(evidence) if len(batches) < MOST or evidence.step > 1.2 * batches[-1].step else None
-    if batch is None:
+    batches = remember_batch(evidence)
+    if batches is None and not evidence.memory["batches"]:
+        yield undecided(
+            FAMILY, "the step's batch was not found: nothing that the network is given comes from outside"
+        )
         return
-    batches.append(batch)
-    if len(batches) < ENOUGH:
+    if batches is None or len(batches) < ENOUGH:
         return
     for judge in (
         is_the_generator_seeded_anew,
@@ -72,6 +73,16 @@ def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
             yield verdict
             if verdict.id:
                 return
+
+
+def remember_batch(evidence: Evidence) -> list[Batch] | None:
+    """The batches so far, this one the last; None where it has none, or enough are known."""
+    batches: list[Batch] = evidence.memory.setdefault("batches", [])
+    batch = look_at_batch(evidence) if len(batches) < MOST or evidence.step > 1.2 * batches[-1].step else None
+    if batch is None:
+        return None
+    batches.append(batch)
+    return batches
 
 
 def look_at_batch(evidence: Evidence) -> Batch | None:
@@ -197,6 +208,7 @@ def is_the_generator_seeded_anew(batches: list[Batch]) -> Verdict | None:
         where=place_of_data(_seeding_line(draw.line) or draw.line),
         fix="seed once before training, not inside the loop",
         lasting=True,
+        confidence="proven",  # the same to the last bit
     )
 
 
@@ -228,7 +240,10 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
         )
     pairs = [(a, b) for a, b in pairwise(batches) if b.step == a.step + 1]
     twice = [b.step for a, b in pairs if tuple(sorted(a.prints)) == tuple(sorted(b.prints))]
-    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs) and batches[-1].alone:
+    fetched = all(
+        batch.where for batch in batches
+    )  # else it is there from step to step: epochs on one rollout
+    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs) and batches[-1].alone and fetched:
         return confirmed(
             f"{FAMILY}/batches-repeated",
             f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
@@ -252,6 +267,7 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
             where=last.where,
             fix="draw from the whole range of the data",
             lasting=True,
+            confidence="likely",
         )
     if distinct >= 0.9 * len(drawn):
         return excluded(
@@ -291,6 +307,7 @@ def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
         where=known[-1].where,
         fix="sort, shuffle and pad inputs and targets together: one list of pairs, taken apart at the very end",
         lasting=True,
+        confidence="likely",  # targets that are drawn anew change, too
     )
 
 
@@ -326,6 +343,7 @@ def are_labels_mixed(batches: list[Batch]) -> Verdict | None:
             where=known[-1].where,
             fix="shuffle: DataLoader(..., shuffle=True), or a permutation of all rows before they are cut",
             lasting=True,
+            confidence="likely",
         )
     if most > 0.95 and len(labels) >= 200:
         text = f"{100 * most:.1f} % of {len(labels)} labels are class {values[counts.argmax()]}"

@@ -17,14 +17,12 @@ from gradproof.tape.operations import Operation, references
 from gradproof.tape.operators import argument
 
 ID = "data-order-or-sampling/part-of-the-range"
-STEPS = 4  # taped steps in which it is so
 SHORT = 0.7  # of the table
 LOOKUPS = ("index", "gather", "index_select", "embedding", "take")
 
 
 def is_all_of_the_range_drawn(evidence: Evidence) -> Iterator[Verdict]:
     """randint(0, n, (n,)) that picks rows of a schedule with far more than n of them."""
-    known: dict[tuple, int] = evidence.memory.setdefault("draws", {})
     for draw, low, high, lookup, table in drawn_rows(evidence):
         rows, count = evidence.slot(table).shape[0], evidence.slot(draw.makes[0]).shape[0]
         if high - low >= rows:
@@ -33,18 +31,15 @@ def is_all_of_the_range_drawn(evidence: Evidence) -> Iterator[Verdict]:
             continue
         if low != 0 or high > SHORT * rows or count != high or not is_a_schedule(evidence, lookup, table):
             continue
-        key = (draw.line, lookup.line, high, rows)
-        known[key] = known.get(key, 0) + 1
-        if known[key] < STEPS:
-            continue
         yield confirmed(
             ID,
             f"rows 0 to {high - 1} are drawn, of a table that has {rows}: the other {rows - high} are never used; "
             f"{high} is the number of draws, the size of the batch",
-            f"the table is looked up at {place_of(lookup.module, lookup.line)}; so at {known[key]} taped steps",
+            f"the table is looked up at {place_of(lookup.module, lookup.line)}",
             where=place_of(draw.module, draw.line),
             fix=f"draw from all rows: torch.randint(0, {rows}, ({count},))",
             lasting=True,
+            confidence="likely",  # a table that looks like a schedule
         )
         return
 

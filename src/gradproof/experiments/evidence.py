@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from gradproof.experiments.flow import Flow
+from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Operation, Slot, Tape
-from gradproof.tape.replay import Replay, replay_exactly, replay_forward
+from gradproof.tape.replay import Replay, collect, replay_exactly, replay_forward
 from gradproof.tape.roles import Roles, find_roles
 from gradproof.tape.shadow import Shadow, shadow
+from gradproof.tape.specimen import Facts, Specimen
 
 CONFIRMED, EXCLUDED, UNDECIDED = "confirmed", "excluded", "undecided"
 
@@ -25,7 +28,7 @@ CONFIRMED, EXCLUDED, UNDECIDED = "confirmed", "excluded", "undecided"
 class Verdict:
     """The answer of an experiment about one cause.
 
-    A later verdict of the same experiment on the same family replaces an earlier one, unless that was confirmed and
+    What an experiment says of a family at a later step replaces what it said before, unless that was confirmed and
     `lasting`. `if_troubled` means: a problem only in a run that shows trouble (a loss that does not fall, NaN); a
     note in one that trains well.
     """
@@ -39,7 +42,7 @@ class Verdict:
     where: str | None = None
     fix: str = ""
     level: str = "problem"
-    confidence: str = "proven"
+    confidence: str = ""  # of a confirmation: proven, likely or possible
     if_troubled: bool = False
     lasting: bool = False
     numbers: dict[str, float] = field(
@@ -47,8 +50,13 @@ class Verdict:
     )  # what a fix from outside or the page needs to know
 
 
-def confirmed(id: str, *evidence: str, **details: Any) -> Verdict:
-    return Verdict(CONFIRMED, id.partition("/")[0], id, tuple(evidence), **details)
+def confirmed(id: str, *evidence: str, confidence: str, **details: Any) -> Verdict:
+    """This is it. Proven: an intervention was replayed, float64 disagrees, or the tensors and calls themselves show it.
+
+    What a statistic, a share or a look at values and names suggests is likely, or only possible.
+    """
+    family = id.partition("/")[0]
+    return Verdict(CONFIRMED, family, id, tuple(evidence), confidence=confidence, **details)
 
 
 def excluded(id: str, reason: str, **details: Any) -> Verdict:
@@ -61,21 +69,126 @@ def undecided(family: str, reason: str) -> Verdict:
     return Verdict(UNDECIDED, family, reason=reason)
 
 
+def first_of(found: Iterable[Verdict | None]) -> Iterator[Verdict]:
+    """One of several verdicts on one family, where the later ones follow from it: confirmed before excluded.
+
+    All of them are asked: some remember the step.
+    """
+    yield from list(causes_of(found))[:1]
+
+
+def each(
+    evidence: Evidence, *looks: Callable[[Evidence], Verdict | Iterable[Verdict] | None]
+) -> list[Verdict]:
+    """What each of several looks says. One that fails does not take along what another has confirmed."""
+    said: list[Verdict] = []
+    failed: Exception | None = None
+    for look in looks:
+        try:
+            found = look(evidence)
+            said += [found] if isinstance(found, Verdict) else found or ()
+        except Exception as error:
+            failed = failed or error
+    if failed is not None and not any(verdict.verdict == CONFIRMED for verdict in said):
+        raise failed
+    return said
+
+
+def first_said(look: Callable[[Evidence], Iterator[Verdict]]) -> Callable[[Evidence], Verdict | None]:
+    """A look that says one thing, the first."""
+    return lambda evidence: next(look(evidence), None)
+
+
+def causes_of(found: Iterable[Verdict | None]) -> Iterator[Verdict]:
+    """Of several looks every cause that is confirmed, once; of families without one, the first that is excluded, or
+    undecided."""
+    said = [verdict for verdict in found if verdict is not None]
+    chosen: dict[str, Verdict] = {}
+    for kind in (CONFIRMED, EXCLUDED, UNDECIDED):
+        known = {verdict.family for verdict in chosen.values()}
+        for verdict in said:
+            if verdict.verdict == kind and verdict.family not in known:
+                chosen.setdefault(verdict.id or verdict.family, verdict)
+    yield from chosen.values()
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """By slot: the gradient that the optimizer saw, and the change that it made."""
+
+    gradients: dict[int, Tensor]
+    updates: dict[int, Tensor]
+
+
 @dataclass
 class Evidence:
-    """One taped step, and what is known around it. Everything costly is computed once, when it is first asked for."""
+    """One specimen, and what can be worked out of it: everything costly once, when it is first asked for."""
 
-    tape: Tape
-    step: int
-    models: dict[str, nn.Module]  # by variable name; "" for the only one
-    optimizers: list[torch.optim.Optimizer]
-    losses: Sequence[float]  # of all steps so far
+    specimen: Specimen
+    memory: dict[str, Any] = field(default_factory=dict)  # what the experiment kept of the specimens before
     directory: Path | None = None  # of the run, for what is worth keeping
-    memory: dict[str, Any] = field(
-        default_factory=dict
-    )  # kept between examinations, for each experiment its own key
-    before_update: bool = False  # the tape ends where the optimizer begins, and the weights are as they were
-    again: Any = None  # of a model's call that was made again: what was not finite, eager and compiled
+    noted: dict[str, Any] = field(default_factory=dict)  # for the run's facts, by name
+
+    @property
+    def tape(self) -> Tape:
+        return self.specimen.tape
+
+    @property
+    def step(self) -> int:
+        return self.specimen.step
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all steps so far."""
+        return self.specimen.losses
+
+    @property
+    def facts(self) -> Facts:
+        return self.specimen.facts
+
+    @cached_property
+    def models(self) -> dict[str, nn.Module]:
+        """Skeletons by variable name, "" for the only one: weights from before the step, the gradients of the step."""
+        self._hand_out_gradients()
+        return self.specimen.models
+
+    @cached_property
+    def optimizers(self) -> list[Any]:
+        """Skeletons, in the order in which they were made; `line` says where, `clears` whether zero_grad was called."""
+        self._hand_out_gradients()
+        return self.specimen.optimizers
+
+    def _hand_out_gradients(self) -> None:
+        models, optimizers = self.specimen.models, self.specimen.optimizers
+        if models or optimizers:
+            for slot, tensor in self.specimen.skeletons.by_slot().items():
+                gradient = self.aftermath.gradients.get(slot)
+                if gradient is not None and tensor.is_leaf and gradient.shape == tensor.shape:
+                    tensor.grad = gradient.to(tensor.dtype)
+
+    @cached_property
+    def aftermath(self) -> Aftermath:
+        """The step replayed as it was, to its end: the gradients that the optimizer saw, and what it did with them."""
+        tape = self.tape
+        found = Aftermath({}, {})
+        looks: dict[int, list[Any]] = {}
+        for parameter, (at, gradient) in tape.final_gradients.items():
+            looks.setdefault(at, []).append(collect(found.gradients, parameter, gradient))
+        stepped = list(dict.fromkeys(tape.stepped))
+
+        def look(player: Any) -> None:
+            for slot in stepped:
+                with suppress(CannotReplay):
+                    found.updates[slot] = player.value(slot).detach() - tape.leaf_value(slot)
+
+        looks.setdefault(len(tape.operations), []).append(look)
+        replay_exactly(tape, at=looks)
+        return found
+
+    @property
+    def updates(self) -> dict[int, Tensor]:
+        """Δθ of each parameter that the optimizer changed, by slot."""
+        return self.aftermath.updates
 
     @cached_property
     def roles(self) -> Roles:
@@ -93,21 +206,8 @@ class Evidence:
 
     @cached_property
     def loss(self) -> float:
-        """The loss of the step, replayed in its own precision."""
+        """The loss of the step, replayed, in float32 at least."""
         return self.loss_at({})
-
-    @cached_property
-    def updates(self) -> dict[int, Tensor]:
-        """Δθ of each parameter that the optimizer changed, by slot."""
-        stepped = list(dict.fromkeys(self.tape.stepped))
-        after: dict[int, Tensor] = {}
-
-        def look(player: Any) -> None:
-            for slot in stepped:
-                after[slot] = player.value(slot).detach().clone()
-
-        replay_exactly(self.tape, at={len(self.tape.operations): [look]})
-        return {slot: after[slot] - self.tape.leaf_value(slot) for slot in stepped if slot in after}
 
     def moved(self, alpha: float) -> dict[int, Tensor]:
         """The parameters a fraction of the way along the step that was taken."""
@@ -115,7 +215,7 @@ class Evidence:
 
     def loss_at(self, leaves: dict[int, Tensor], dtype: torch.dtype | None = None) -> float:
         """The loss with other parameters or inputs; the same batch, the same random numbers."""
-        losses = replay_forward(self.tape, dtype=dtype, leaves=leaves).losses
+        losses = replay_forward(self.tape, dtype=dtype or self.flow.fine, leaves=leaves).losses
         return float(sum(loss.double().sum() for loss in losses)) if losses else math.nan
 
     def values(self, slots: Sequence[int], leaves: dict[int, Tensor] | None = None) -> dict[int, Tensor]:

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from gradproof.tape.execute import converted
 from gradproof.tape.operations import Line, ModuleCall, Operation, Ref, Tape, references
 from gradproof.tape.replay import Player
 
@@ -38,6 +40,7 @@ class Comparison:
     kind: str  # class, binary, value
     prediction: int
     target: int
+    axis: int = 1  # of the prediction, along which its classes lie
 
 
 class TooLong(Exception):
@@ -101,9 +104,14 @@ class Flow:
 
     @cached_property
     def tracked(self) -> set[int]:
-        """Slots that carry gradient."""
-        read = {ref.slot for op in self.forward for ref in references((op.args, op.kwargs)) if ref.tracked}
-        return read | set(self.tape.loss_slots)
+        """Slots that carry gradient, or that a hand-written Function makes of such: autograd sees only its ends."""
+        found = {ref.slot for op in self.forward for ref in references((op.args, op.kwargs)) if ref.tracked}
+        given = (references(call.args) for call in self.tape.functions)
+        found |= {ref.slot for refs in given for ref in refs if ref.tracked}
+        for op in self.forward:
+            if op.call is not None and not found.isdisjoint(self.reads(op)):
+                found.update(s for s in self.makes(op) if self.tape.slots[s].dtype.is_floating_point)
+        return found | set(self.tape.loss_slots)
 
     @cached_property
     def weights(self) -> set[int]:
@@ -153,10 +161,9 @@ class Flow:
         given = (
             given if not self.body.isdisjoint(given) else [s for op in self.layers for s in self.reads(op)]
         )
-        inner = self.tracked | self.weights
-        return [
-            s for s in dict.fromkeys(given) if s in self.body and s not in inner and self.tape.slots[s].shape
-        ]
+        dense = {s for s in given if self.tape.slots[s].shape and not self.tape.slots[s].is_sparse}
+        outside = (self.body & dense) - self.tracked - self.weights
+        return [s for s in dict.fromkeys(given) if s in outside]
 
     def _leads_to_loss(self, call: ModuleCall) -> bool:
         places = self._places
@@ -168,6 +175,12 @@ class Flow:
         return [op.index for op in self.operations]
 
     @cached_property
+    def predictions(self) -> list[int]:
+        """What the loss is made of, whatever it is: where the last weights end."""
+        made = [slot for op in self.layers for slot in self.makes(op)]
+        return [slot for slot in dict.fromkeys(made) if slot in self.tail and self.tape.slots[slot].shape]
+
+    @cached_property
     def comparisons(self) -> list[Comparison]:
         return [found for op in self.operations if (found := self._comparison(op)) is not None]
 
@@ -176,6 +189,25 @@ class Flow:
         """Where a loss by hand takes the entry of the right class: gather, or scores[rows, labels]."""
         ops = [op for op in self.operations if op.name in ("gather", "index") and self.makes(op)]
         return [op for op in ops if self.reads(op)[0] in self.tail and self.makes(op)[0] in self.tail]
+
+    @cached_property
+    def picked(self) -> list[Comparison]:
+        """Those of them that take one class for each place, as comparisons."""
+        return [found for op in self.picks if (found := self._picked(op)) is not None]
+
+    def _picked(self, op: Operation) -> Comparison | None:
+        scores = self.reads(op)[0]
+        rank = len(self.tape.slots[scores].shape)
+        if op.name == "gather":
+            axis, labels = op.args[1] % rank, op.args[2]
+        else:  # scores[rows, labels]
+            indices = op.args[1]
+            axis, labels = rank - 1, indices[-1] if len(indices) == rank else None
+        if not isinstance(labels, Ref) or rank < 2:
+            return None
+        places = _size(self.tape.slots[scores].shape) // self.tape.slots[scores].shape[axis]
+        one_each = _size(self.tape.slots[labels.slot].shape) == places
+        return Comparison(op, "class", scores, labels.slot, axis) if one_each else None
 
     def _comparison(self, op: Operation) -> Comparison | None:
         pair = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
@@ -267,6 +299,7 @@ class Flow:
         leaves: Mapping[int, Tensor] | None = None,
         keep: Iterable[int] = (),
         after: Callable[[Player, Operation], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Player:
         """Some operations again, with other values in some slots, put there when they would be complete."""
         self.spend(len(operations))
@@ -277,21 +310,27 @@ class Flow:
             if (at := self.written_until(slot)) is not None
         }
         early = {slot: value for slot, value in leaves.items() if slot not in late}
-        player = Player(self.tape, None, early, keep=keep)
+        player = Player(self.tape, dtype, early, keep=keep)
 
         def before(player: Player, op: Operation) -> None:
             for slot in [slot for slot, at in late.items() if op.index > at]:
-                player.env[slot] = leaves[slot].clone()
+                player.env[slot] = converted(leaves[slot], dtype).clone()
                 del late[slot]
 
         player.play(operations, before=before, after=after)
         return player
 
-    def outcome(self, slots: Iterable[int], leaves: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
-        """What some slots hold after the whole forward pass, with other values in some slots."""
-        return self.play(self.forward, leaves, keep=slots).replay.values
+    @cached_property
+    def fine(self) -> torch.dtype | None:
+        """The precision of interventions: in half precision rounding would drown what they change."""
+        return finer_than(self.tape, self.forward)
 
-    def values(self, slots: Iterable[int], leaves: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+    def values(
+        self,
+        slots: Iterable[int],
+        leaves: Mapping[int, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> dict[int, Tensor]:
         """What some slots held when they were first read, replaying only the operations that they were made by."""
         wanted = list(slots)
         ends = {slot: at for slot in wanted if (at := self.written_until(slot)) is not None}
@@ -312,8 +351,14 @@ class Flow:
                 {slot: player.env[slot] for slot in self.makes(op) if slot in ends and slot in player.env}
             )
 
-        player = self.play(chosen[::-1], leaves, keep=wanted, after=hold)
+        player = self.play(chosen[::-1], leaves, keep=wanted, after=hold, dtype=dtype)
         return {**player.replay.values, **found}
+
+
+def finer_than(tape: Tape, operations: list[Operation]) -> torch.dtype | None:
+    """float32 for a step that computes in half precision; None, its own, for any other."""
+    made = (tape.slots[slot].dtype for operation in operations for slot in operation.makes)
+    return torch.float32 if any(dtype in (torch.float16, torch.bfloat16) for dtype in made) else None
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
-from gradproof.experiments.one_batch import copied, is_known, settled
-from gradproof.experiments.owners import at_work, named_parameters
-from gradproof.tape.player import Player
-from gradproof.tape.replay import forward_operations
+from gradproof.experiments.instruments.arms import find_handling, gradient_at, steps_within, train
+from gradproof.experiments.instruments.update import named_parameters
 
 ID = "param-not-updated/frozen-table"
 FIRST = 8  # steps before it is asked
@@ -68,25 +64,21 @@ def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:
 
 def random_tables(evidence: Evidence) -> dict[str, dict[str, Any]]:
     """name -> what is known of its making, of tables that are frozen by default and look drawn."""
-    made = evidence.memory.get("facts", {}).get("_frozen_by_default", ())
-    noted = {id(weight): entry for entry in made if (weight := entry["weight"]()) is not None}
-    tables = {name: p for name, p in named_parameters(evidence).items() if id(p) in noted} if noted else {}
-    frozen = {name: p.detach() for name, p in tables.items() if not p.requires_grad}
-    return {name: noted[id(tables[name])] for name, table in frozen.items() if looks_drawn(table)}
+    noted = evidence.facts.frozen_by_default
+    tables = {name: p for name, p in named_parameters(evidence).items() if name in noted} if noted else {}
+    frozen = {name: p.detach() for name, p in tables.items() if not p.requires_grad and not p.is_meta}
+    return {name: noted[name] for name, table in frozen.items() if looks_drawn(table)}
 
 
 def learn_with_them(evidence: Evidence, names: set[str]) -> str | None:
     """Some steps on the batch alone, as it is and with the tables: what is to be said if these take it much further."""
     slots = [slot.index for slot in evidence.tape.leaves() if slot.name in names]
-    optimizers = at_work(evidence)
-    if not slots or not optimizers or not all(map(is_known, optimizers)):
+    handling = find_handling(evidence) if slots else None
+    steps = steps_within(evidence, LONGEST, STEPS, slots) if handling is not None else 0
+    if handling is None or steps < FEWEST:
         return None
-    began = time.process_time()
-    start, _ = gradient_with(evidence, {}, slots)
-    steps = min(STEPS, int(LONGEST / 2 / max(time.process_time() - began, 1e-6)))
-    if steps < FEWEST or not math.isfinite(start):
-        return None
-    without, within = (settled(train(evidence, tables, steps)) for tables in ([], slots))
+    start, _ = gradient_at(evidence, {})
+    without, within = (train(evidence, handling, steps, thawed=tables) for tables in ([], slots))
     if not start - within > max(FURTHER * (start - without), FALLS * abs(start)):
         return None
     return (
@@ -134,37 +126,3 @@ def by_chance(total: float, freedom: float) -> bool:
     """Whether a sum of squares is what so many standard normal numbers give; its cube root is nearly normal."""
     nine = 2 / (9 * freedom)
     return abs((total / freedom) ** (1 / 3) - (1 - nine)) <= SIGMAS * math.sqrt(nine)
-
-
-def gradient_with(
-    evidence: Evidence, weights: dict[int, Tensor], tables: list[int]
-) -> tuple[float, dict[int, Tensor]]:
-    """The loss and its gradient; the tables are followed too."""
-    player = Player(evidence.tape, None, weights, autograd=True, follow_cuts=bool(tables))
-    for slot in tables:
-        player.env[slot] = player.value(slot).detach().requires_grad_()
-    with player.saving.hooks():
-        player.play(forward_operations(evidence.tape, None))
-    found = player.replay
-    return float(sum(loss.double().sum() for loss in found.losses)), found.gradients
-
-
-def train(evidence: Evidence, tables: list[int], steps: int) -> list[float]:
-    """The losses of some steps on this batch alone, by the run's own optimizer, with the tables in its first group."""
-    weights: dict[int, Tensor] = {}
-    optimizers = [copied(optimizer, evidence, 1.0, weights) for optimizer in at_work(evidence)]
-    values = {slot: evidence.tape.leaf_value(slot).detach().clone().requires_grad_() for slot in tables}
-    if values:
-        group: dict[str, Any] = {k: v for k, v in optimizers[0].param_groups[0].items() if k != "params"}
-        optimizers[0].add_param_group({**group, "params": list(values.values())})
-        weights |= values
-    losses = []
-    for _ in range(steps):
-        loss, gradients = gradient_with(evidence, weights, tables)
-        losses.append(loss)
-        for slot, weight in weights.items():
-            weight.grad = gradients.get(slot)
-        with torch.no_grad():
-            for optimizer in optimizers:
-                optimizer.step()
-    return losses

@@ -7,22 +7,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
 from gradproof.experiments.grids import Grid, find_grids
+from gradproof.experiments.instruments.hearing import Confined, along, find_first_spread
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.spread import Confined, find_first_spread
+from gradproof.experiments.samples import ATTENDS
 from gradproof.tape.operations import Operation
 
 MIXES_PLACES = {"view", "_unsafe_view", "reshape", "transpose", "permute"}
 SOFTMAXES = {"_softmax", "_safe_softmax"}
+FAMILY = "attention-mask-error"
+COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little to tell apart
 UNHEARD = 1e-3  # of the change of the token's own prediction
+DEAF = 1e-9  # of it: what float64 leaves of nothing
 REMEMBERS = ("attention", "rnn", "lstm", "gru", "softmax")
 
 
 def does_it_see_the_future(evidence: Evidence) -> Iterator[Verdict]:
     """A prediction of the next token must hear every token up to its own, and none behind it."""
-    for grid in find_grids(evidence):
-        if grid.chance < 0.6 and grid.share_at(1) >= 0.98:
+    for grid in find_grids(evidence, by_hand=True):
+        if grid.chance < COMMON and grid.is_of_next_tokens:
             yield from verdict_on(evidence, grid)
             return
 
@@ -31,30 +35,43 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
     position = grid.targets.shape[1] // 2
     found = grid.perturb(0, position)
     if found is None:
+        yield undecided(
+            FAMILY, "no token could be exchanged for another, or the prediction could not be replayed"
+        )
         return
     tokens, change = found
     here = change[0]
     most = float(here.max())
-    if not most > 0 or float(change[1:].max() if len(change) > 1 else 0.0) > UNHEARD * most:
-        return  # other rows hear it: that is a question of samples, not of time
+    if not most > 0:
+        yield undecided(FAMILY, f"changing token {position} changes no prediction at all")
+        return
     before, after = float(here[:position].max()), float(here[position + 1 :].max())
+    coupled = float(change[1:].max() if len(change) > 1 else 0.0) > UNHEARD * most
     if before > UNHEARD * most:
         confined = keeps_to_later_positions(grid, position)
-        yield sees(evidence, find_first_spread(evidence, {grid.token_slot: tokens}, confined), position, here)
+        op = find_first_spread(evidence.flow, {grid.token_slot: tokens}, confined)
+        if not coupled or (op is not None and op.name in (*ATTENDS, *SOFTMAXES)):
+            yield sees(evidence, op, position, here)
+            return
+    if coupled:  # a question of samples, not of time
+        yield undecided(
+            FAMILY, f"changing token {position} of one sequence changes predictions of others, too"
+        )
         return
     yield excluded(
         "attention-mask-error/sees-the-future",
         f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
     )
-    if after > 1e-9 * most:  # weights that have blown up may fall deaf later
+    if after > DEAF * most:  # weights that have blown up may fall deaf later
         evidence.memory["hears what came before"] = True
-    elif evidence.step >= 3 and _remembers(evidence) and "hears what came before" not in evidence.memory:
-        where = next((op for op in evidence.flow.operations if _is_memory(op)), None)
+        return
+    where = next((op for op in evidence.flow.operations if _is_memory(op)), None)
+    if evidence.step >= 3 and where is not None and "hears what came before" not in evidence.memory:
         yield confirmed(
             "attention-mask-error/sees-nothing-before",
             f"changing token {position} changes its own prediction by {most:.2g} and no later one at all: "
             "each token is alone",
-            where=place_of(where.module, where.line) if where else None,
+            where=place_of(where.module, where.line),
             confidence="likely",
             lasting=True,
         )
@@ -75,6 +92,7 @@ def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor
             where=where,
             fix="transpose back before reshaping, or name the axis of the keys",
             lasting=True,
+            confidence="proven",  # the token was changed
         )
     only = float(change[position + 1 :].max()) <= UNHEARD * earlier if position + 1 < len(change) else False
     return confirmed(
@@ -84,6 +102,7 @@ def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor
         where=where,
         fix="mask every position behind the query: torch.tril of ones, or is_causal=True",
         lasting=True,
+        confidence="proven",  # the token was changed
     )
 
 
@@ -105,25 +124,16 @@ def keeps_to_later_positions(grid: Grid, position: int) -> Confined:
             if time is None:
                 continue
             known = True
-            at = _along(changed, [dim]).nonzero().flatten()
+            at = along(changed, [dim]).nonzero().flatten()
             places = (at % time, torch.div(at, size // time, rounding_mode="floor"))
             if any(int(place.min()) >= position for place in places):
                 return True
         square = [dim for dim, size in enumerate(changed.shape) if size in lengths][-2:]
-        if len(square) == 2 and not bool(_along(changed, square)[:position, :position].any()):
+        if len(square) == 2 and not bool(along(changed, square)[:position, :position].any()):
             return True  # scores of queries and keys: each entry hears its own two tokens
         return False if known else None
 
     return confined
-
-
-def _along(changed: Tensor, dims: list[int]) -> Tensor:
-    others = [dim for dim in range(changed.dim()) if dim not in dims]
-    return changed.any(dim=others) if others else changed
-
-
-def _remembers(evidence: Evidence) -> bool:
-    return any(_is_memory(op) for op in evidence.flow.operations)
 
 
 def _is_memory(op: Operation) -> bool:

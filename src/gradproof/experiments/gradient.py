@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
+from gradproof.experiments.instruments.update import named_parameters
 from gradproof.experiments.nonfinite import place_of, step_is_nonfinite
-from gradproof.experiments.owners import named_parameters
+from gradproof.tape.execute import is_foreign
+from gradproof.tape.operations import Tape
+from gradproof.tape.shadow import Shadow
 
 FAMILY_OF = {
     "wrong backward": "wrong-gradient/backward",
@@ -21,6 +24,9 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
     """Wrong backwards, cut paths and gradients that are not what backward brought; or, just as loudly, right."""
     if step_is_nonfinite(evidence):
         return
+    if hidden := what_is_hidden(evidence.tape):
+        yield undecided("wrong-gradient", hidden)
+        return
     found = evidence.shadow
     if found.culprits:
         culprit = found.culprits[0]
@@ -32,7 +38,10 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         if others:
             lines.append(f"the same in {', '.join(sorted(others))}")
         id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
-        yield confirmed(id, *lines, where=place_of(culprit.module, culprit.line), lasting=True)
+        where = place_of(culprit.module, culprit.line)
+        # two witnesses prove it; one may be mistaken, and then it does not last either
+        sure = culprit.confidence == "proven" and not found.departed
+        yield confirmed(id, *lines, where=where, confidence="proven" if sure else "likely", lasting=sure)
         return
     # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
     idle = names_without_optimizer(evidence)
@@ -43,13 +52,45 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         if id := accumulated_wrongly(mismatch.how):
             line, why = call_to_blame(evidence, mismatch.parameter)
             where = f"{mismatch.parameter} ({line})" if line else mismatch.parameter
-            yield confirmed(id, str(mismatch), *why, where=where)
+            # .grad against the sum of what backward brought: the same tensors
+            yield confirmed(id, str(mismatch), *why, where=where, confidence="proven")
             break
-    wrong = [p for p in found.parameters if p.verdict == "wrong"]
-    if wrong and not found.accumulation:
-        yield undecided("wrong-gradient", str(wrong[0]))
-    elif found.right and found.worst is not None and not found.notes:
-        yield excluded("wrong-gradient", f"every gradient agrees with float64 to {found.worst.error:.0e}")
+    open_ = [p for p in found.parameters if p.verdict in ("wrong", "undecided")]
+    if open_ and not found.accumulation:
+        yield undecided("wrong-gradient", "\n".join((str(open_[0]), *asked_nodes(found))))
+    elif found.right and (by_nodes(found) or (found.worst is not None and not found.notes)):
+        yield excluded("wrong-gradient", reason_of(found), confidence="proven")
+    elif found.notes:
+        yield undecided("wrong-gradient", found.notes[0])
+
+
+def what_is_hidden(tape: Tape) -> str:
+    """Why a replay's derivative is not that of the step; empty where it is."""
+    if tape.drawn_apart:
+        return "compiled code draws its random numbers in its own way: an eager replay drops other units"
+    calls = [call for call in tape.functions if call.opaque and is_foreign(call.cls)]
+    if calls:
+        return f"{calls[0].cls.__name__} is code of the training's own ({calls[0].opaque}): no derivative leads through"
+    outside = [op.name for op in tape.operations if op.kept is not None and is_foreign(op.func)]
+    return f"{outside[0]} comes from outside PyTorch and is not installed here" if outside else ""
+
+
+def by_nodes(found: Shadow) -> bool:
+    """Every node was asked in a replay of this very step; what float64 could not replay as a whole does not matter."""
+    return found.nodes is not None and found.nodes.right and not found.departed
+
+
+def asked_nodes(found: Shadow) -> list[str]:
+    return [f"node by node, {found.nodes}"] if found.nodes is not None else []
+
+
+def reason_of(found: Shadow) -> str:
+    """Why the gradient is right: as a whole, or operation by operation."""
+    whole = "" if found.worst is None else f"every gradient agrees with float64 to {found.worst.error:.0e}"
+    if found.nodes is None or not found.nodes.right:
+        return whole
+    each = f"each of {found.nodes.judged} operations returned the derivative of its forward"
+    return f"{whole}, and {each}" if whole else each
 
 
 def names_updated(evidence: Evidence) -> set[str]:
@@ -57,32 +98,36 @@ def names_updated(evidence: Evidence) -> set[str]:
     tape = evidence.tape
     arrived = max((call.last for call in tape.top_backwards if call.accumulates), default=0)
     updates = [op for op in tape.operations if op.phase == "optimizer" or op.index >= arrived]
-    written = {slot for op in updates for slot in op.writes}
-    return {evidence.slot(slot).name for slot in tape.stepped if slot in written}
+    written = {
+        evidence.slot(slot).storage for op in updates for slot in op.writes
+    }  # `p.data` is another slot
+    return {evidence.slot(slot).name for slot in tape.stepped if evidence.slot(slot).storage in written}
 
 
 def call_to_blame(evidence: Evidence, parameter: str) -> tuple[str, list[str]]:
     """The line that clears gradients, or where nothing does, that calls backward; and whose gradients it clears."""
-    facts = evidence.memory.get("facts", {})
-    lines = facts.get("lines", {})
+    lines = evidence.facts.lines
     clears = lines.get("zero_grad", [])
     if not clears:
         return next(iter(lines.get("backward", [])), ""), []
     tensor = named_parameters(evidence).get(parameter)
     owners = [o for o in evidence.optimizers if any(p is tensor for g in o.param_groups for p in g["params"])]
-    if facts.get("_cleared") and owners and not any(id(o) in facts["_cleared"] for o in owners):
+    if owners and any(o.clears for o in evidence.optimizers) and not any(o.clears for o in owners):
         return clears[0], [f"zero_grad at {', '.join(clears)} clears the gradients of another optimizer"]
     return clears[0], []
 
 
 def names_without_optimizer(evidence: Evidence) -> set[str]:
+    """By both names of a parameter: its model's, and the tape's, which does not know a layer that came late."""
     trained = {id(p) for o in evidence.optimizers for group in o.param_groups for p in group["params"]}
-    return {
-        f"{prefix}.{name}" if prefix else name
+    named = {
+        f"{prefix}.{name}" if prefix else name: parameter
         for prefix, model in evidence.models.items()
         for name, parameter in model.named_parameters()
-        if id(parameter) not in trained
     }
+    on_tape = evidence.specimen.skeletons.by_slot().items()
+    taped = {evidence.slot(slot).name: p for slot, p in on_tape if evidence.slot(slot).kind == "parameter"}
+    return {name for name, parameter in (*named.items(), *taped.items()) if id(parameter) not in trained}
 
 
 def accumulated_wrongly(how: str) -> str:

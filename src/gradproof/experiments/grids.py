@@ -11,7 +11,10 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence
 from gradproof.experiments.flow import Comparison, Flow
+from gradproof.experiments.instruments.hearing import how_far, outcome
 from gradproof.tape.operations import Operation, Ref
+
+EXACT = 0.98  # of the targets are the token at some lag: but for a few that a script treats apart
 
 
 @dataclass
@@ -48,6 +51,10 @@ class Grid:
         count = int(valid.sum())
         return float(((wanted == seen) & valid).sum()) / count if count >= 8 else 0.0
 
+    @property
+    def is_of_next_tokens(self) -> bool:
+        return self.share_at(1) >= EXACT
+
     @cached_property
     def chance(self) -> float:
         """How often two tokens are the same by chance."""
@@ -64,25 +71,23 @@ class Grid:
         tokens = self.tokens.clone()
         tokens[row, position] = torch.mode(others).values
         changed = tokens.T.contiguous() if self.time_first else tokens
-        slot = self.comparison.prediction
-        before = self.evidence.flow.outcome([slot]).get(slot)
-        after = self.evidence.flow.outcome([slot], {self.token_slot: changed}).get(slot)
-        if before is None or after is None:
-            return None
-        change = (after.double() - before.double()).abs()
-        change = torch.where(torch.isfinite(change), change, 0.0).amax(1)
-        return changed, self.by_position(change)
+        flow, ends = self.evidence.flow, [self.comparison.prediction]
+        moved = how_far(outcome(flow, ends), outcome(flow, ends, {self.token_slot: changed}))
+        found = moved.get(ends[0])
+        return None if found is None else (changed, self.by_position(found.amax(self.comparison.axis)))
 
 
-def find_grids(evidence: Evidence) -> Iterator[Grid]:
-    """Every pair of an embedded token sequence and the targets of a classification at each of its positions."""
+def find_grids(evidence: Evidence, by_hand: bool = False) -> Iterator[Grid]:
+    """Every pair of an embedded token sequence and the targets of a classification at each of its positions.
+
+    by_hand: also of losses that pick the entry of the right class themselves.
+    """
     flow = evidence.flow
     # a packed sequence is written back into a padded one, and its way to the loss is lost there
     trained = (op for op in flow.forward if op.grad_enabled)
     looked_up = find_tokens(flow, flow.operations) or find_tokens(flow, trained)
-    for comparison in flow.comparisons:
-        if comparison.kind != "class" or not isinstance(comparison.operation.args[1], Ref):
-            continue
+    known = [c for c in flow.comparisons if c.kind == "class" and isinstance(c.operation.args[1], Ref)]
+    for comparison in [*known, *(flow.picked if by_hand else ())]:
         found = flow.values([*looked_up, comparison.target])
         targets = found.get(comparison.target)
         for slot, vocabulary in looked_up.items():
@@ -97,9 +102,19 @@ def find_grids(evidence: Evidence) -> Iterator[Grid]:
 
 def find_tokens(flow: Flow, operations: Iterable[Operation]) -> dict[int, int]:
     """Slots of token grids, and how many different tokens the table has that they are looked up in."""
-    found = [op for op in operations if op.name == "embedding"]
-    pairs = [(op.args[1].slot, flow.tape.slots[op.args[0].slot].shape[0]) for op in found]
-    return {slot: size for slot, size in pairs if len(flow.tape.slots[slot].shape) == 2}
+    slots = flow.tape.slots
+    pairs = [(looked, slots[table].shape[0]) for op in operations for table, looked in _lookups(flow, op)]
+    return {slot: size for slot, size in pairs if len(slots[slot].shape) == 2}
+
+
+def _lookups(flow: Flow, op: Operation) -> list[tuple[int, int]]:
+    """The table and what is looked up in it: by an embedding, or by hand, table[tokens]."""
+    if op.name == "embedding":
+        return [(op.args[0].slot, op.args[1].slot)]
+    if op.name != "index" or len(op.args[1]) != 1 or op.args[0].slot not in flow.weights:
+        return []
+    whole = not flow.tape.slots[op.args[1][0].slot].dtype.is_floating_point
+    return [(op.args[0].slot, op.args[1][0].slot)] if whole else []
 
 
 def _grid(
@@ -121,7 +136,7 @@ def _grid(
             shaped = flat.reshape(size, count).T if time_first else flat.reshape(count, size)
             args = comparison.operation.args
             ignored = args[4] if len(args) > 4 and isinstance(args[4], int) else -100
-            classes = evidence.slot(comparison.prediction).shape[1]
+            classes = evidence.slot(comparison.prediction).shape[comparison.axis]
             return Grid(evidence, comparison, slot, rows, shaped, time_first, vocabulary, classes, ignored)
     return None
 

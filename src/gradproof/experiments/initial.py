@@ -1,22 +1,36 @@
-"""Is the starting point the trouble? Units that begin as copies of each other, and weights of the wrong size."""
+"""Where does a training start? Units that are all the same, weights and scores too large, a loss far from guessing."""
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections.abc import Iterator
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
-from gradproof.experiments.flow import VIEWS
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded
+from gradproof.experiments.flow import VIEWS, Comparison
+from gradproof.experiments.instruments.hearing import outcome
+from gradproof.experiments.instruments.update import named_parameters
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.owners import named_parameters
 from gradproof.tape.operations import Ref
 
-TIMES = 2  # taped steps in which units are still the same
+
+def where_does_it_start(evidence: Evidence) -> Iterator[Verdict]:
+    """Weights, waves, scores and loss of the first steps, against those of a network that knows nothing."""
+    yield from causes_of(each(evidence, weights_too_large, loss_above_guessing, scores_on_one_side))
+
+
 PRODUCTS = ("mm", "conv", "linear", "matmul", "lstm", "gru", "rnn")  # in the names of matrix products
 LARGE_GAIN = 4.0  # PyTorch's own layers begin at 0.6 to 1.4
 WIDE = 12.0  # of what a sine is taken of, as a standard deviation: four half waves
+LIMITS = {
+    "tanh": (0.0, 1.0),
+    "sigmoid": (0.5, 0.5),
+}  # the middle of what a squasher gives, and how far it goes
+MOSTLY = 0.6  # of their values at the limit: hardly any gradient comes through
 LARGE_LOSS = 3.0  # times the loss of guessing
 
 
@@ -25,18 +39,20 @@ def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
 
     A last layer of zeros is fine: its rows are equal, their gradients are not.
     """
-    count = evidence.memory.setdefault("same units", {})
-    twins = []
+    twins, looked = [], 0
     for name, parameter in named_parameters(evidence).items():
         gradient = parameter.grad
         if parameter.dim() < 2 or parameter.shape[0] < 2 or gradient is None:
             continue
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        count[name] = count.get(name, 0) + 1 if same_rows(parameter.detach()) and same_rows(gradient) else 0
-        if count[name] >= TIMES:
+        looked += 1
+        if same_rows(parameter.detach()) and same_rows(gradient):
             twins.append((name, parameter.detach(), gradient))
     if not twins:
+        if looked:
+            said = f"in each of {looked} matrices, units or their gradients differ"
+            yield excluded("bad-init/symmetric", said)
         return
     name, weight, gradient = twins[0]
     value = "zero" if not bool(weight.any()) else f"{float(weight.flatten()[0]):.3g}"
@@ -48,15 +64,15 @@ def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
         where=place_of_start(evidence, name),
         fix=f"initialise {name} at random, for example nn.init.xavier_uniform_; zeros only in a last layer",
         lasting=True,
+        confidence="proven",  # equal rows with equal gradients stay equal
     )
 
 
 def place_of_start(evidence: Evidence, name: str) -> str:
     """The module of a parameter, and the line of the script that gave it its first values, where one did."""
-    parameter = named_parameters(evidence).get(name)
-    known = evidence.memory.get("facts", {}).get("_initialised", {}).get(id(parameter))
+    line = evidence.facts.initialised.get(name)
     module = name.rpartition(".")[0] or name
-    return f"{module} ({known[1]})" if known is not None and known[0]() is parameter else module
+    return f"{module} ({line})" if line else module
 
 
 def same_rows(tensor: Tensor) -> bool:
@@ -65,7 +81,7 @@ def same_rows(tensor: Tensor) -> bool:
     return bool((rows - rows[:1]).abs().max() <= 1e-6 * size)
 
 
-def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
+def weights_too_large(evidence: Evidence) -> Iterator[Verdict]:
     """Layers that multiply what they get by far more than one, when the first losses are far above those of a guess."""
     if evidence.step > 1:
         return
@@ -84,6 +100,12 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
     lines = [f"{name} multiplies what it gets by {gains[name]:.3g} (usual: 0.5 to 1.4)" for name in large[:3]]
     if far:
         lines.append(f"the first loss is {first:.3g}, that of guessing {guess:.3g}")
+    full = saturated_share(evidence)
+    if full >= MOSTLY:
+        lines.append(
+            f"{100 * full:.0f} % of what the squashers behind them give is at its limit from the first step on"
+        )
+    far = far or full >= MOSTLY
     name = large[0]
     weight = named[name]
     std = float(weight.detach().std()) / gains[name]
@@ -93,9 +115,21 @@ def is_it_too_large(evidence: Evidence) -> Iterator[Verdict]:
         where=place_of_start(evidence, name),
         fix=f"initialise {name} with a standard deviation of about {std:.2g}, not {float(weight.detach().std()):.2g}",
         if_troubled=not far,
-        confidence="proven" if far else "likely",
+        confidence="likely" if far else "possible",
         lasting=True,
     )
+
+
+def saturated_share(evidence: Evidence) -> float:
+    """Of all that hidden tanhs and sigmoids give, how much lies at their limits: 0 at a usual start."""
+    flow = evidence.flow
+    inner = flow.body & flow.tracked
+    squashers = [op for op in flow.operations if op.name in LIMITS and op.makes and op.makes[0] in inner]
+    ends = [(LIMITS[op.name], op.makes[0]) for op in squashers]
+    values = flow.values([slot for _, slot in ends])
+    full = [((values[s].double() - middle).abs() > 0.99 * half) for (middle, half), s in ends if s in values]
+    count = sum(part.numel() for part in full)
+    return sum(float(part.sum()) for part in full) / count if count else 0.0
 
 
 def sines_too_wide(evidence: Evidence) -> Verdict | None:
@@ -118,6 +152,7 @@ def sines_too_wide(evidence: Evidence) -> Verdict | None:
                 fix=f"start the weights of the layer before it {size:.2g} times smaller (a SIREN: sqrt(6 / n) / omega)",
                 if_troubled=True,
                 lasting=True,
+                confidence="likely",
             )
     return None
 
@@ -174,9 +209,140 @@ def loss_of_guessing(evidence: Evidence) -> float | None:
 
 
 def inputs_are_large(evidence: Evidence) -> bool:
+    kept = evidence.tape.memory_of  # of a large data set, only the batch is on the tape
     for slot in evidence.roles.inputs:
-        if slot.dtype.is_floating_point and slot.shape:
+        known = slot.index in kept and not slot.is_sparse
+        if slot.dtype.is_floating_point and slot.shape and known:
             value = evidence.tape.leaf_value(slot.index)
             if value.numel() and float(value.abs().float().mean()) > 10:
                 return True
     return False
+
+
+# the loss ---------------------------------------------------------------------------------------------------
+
+EARLY = 3
+
+
+def loss_above_guessing(evidence: Evidence) -> Iterator[Verdict]:
+    """A cross-entropy far above ln(classes) at the first steps: the scores start too large."""
+    if evidence.step > EARLY:
+        return
+    flow = evidence.flow
+    for comparison in flow.comparisons:
+        maker = flow.maker(flow.behind(comparison.prediction, VIEWS))
+        if comparison.kind != "class" or maker is None or maker.name != "_log_softmax":
+            continue
+        scores = maker.reads[0]
+        found = outcome(flow, [scores, comparison.prediction, comparison.target])
+        if len(found) < 3 or found[comparison.prediction].dim() != 2:
+            continue
+        log_probs, target = found[comparison.prediction].double(), found[comparison.target].reshape(-1)
+        valid = (target >= 0) & (target < log_probs.shape[1])
+        if not bool(valid.any()) or log_probs.shape[0] == log_probs.shape[1]:
+            continue  # all pairs of a batch: sharp by its temperature
+        loss = float(-log_probs[valid].gather(1, target[valid][:, None]).mean())
+        guess, size = math.log(log_probs.shape[1]), float(found[scores].double().std())
+        began = evidence.losses[0] if evidence.step > 0 and evidence.losses else loss
+        if began <= 2 * guess + 1:
+            return  # it was well at the start: what came after is the first steps' doing
+        if loss > 2 * guess + 1 and size > 2:
+            last = flow.maker(flow.behind(scores, VIEWS))
+            yield confirmed(
+                "bad-init/loss-at-start",
+                f"at step {evidence.step} the loss is {loss:.3g}; guessing among {log_probs.shape[1]} classes loses "
+                f"{guess:.3g}. The scores have a standard deviation of {size:.3g}",
+                where=place_of(last.module, last.line) if last is not None else None,
+                fix=f"make the last layer's weights {size:.2g} times smaller at the start",
+                if_troubled=True,
+                confidence="likely",
+                lasting=True,
+            )
+            return
+
+
+# yes-or-no scores -------------------------------------------------------------------------------------------
+
+GUESS = math.log(2)
+FAR = 3.0  # the mean score, in logits: sure to 95 %
+ONE_SIDED = 0.95  # of the scores that have the same sign
+FEWEST = 16
+
+
+def scores_on_one_side(evidence: Evidence) -> Iterator[Verdict]:
+    """Before the first step nothing is known: no loss should be far above ln 2, with nearly all scores on one side."""
+    name = "binary_cross_entropy_with_logits"
+    compared = [c for c in evidence.flow.comparisons if c.operation.name == name]
+    if evidence.step > 1 or not compared or inputs_are_large(evidence):
+        return
+    for comparison in compared:
+        found = evidence.flow.values([comparison.prediction, comparison.target])
+        if len(found) < 2:
+            continue
+        scores, target = found[comparison.prediction].double(), found[comparison.target].double()
+        verdict = judge_scores(evidence, comparison, scores, target) if scores.shape == target.shape else None
+        if verdict is not None:
+            yield verdict
+            return
+
+
+def judge_scores(
+    evidence: Evidence, comparison: Comparison, scores: Tensor, target: Tensor
+) -> Verdict | None:
+    if scores.numel() < FEWEST:
+        return None
+    loss = float(F.binary_cross_entropy_with_logits(scores, target))
+    mean, spread = float(scores.mean()), float(scores.std())
+    same = float((scores.sign() == math.copysign(1, mean)).double().mean())
+    began = evidence.losses[0] if evidence.losses else loss
+    if not (loss > 2 * GUESS + 1 and abs(mean) > FAR and same > ONE_SIDED and began > 2 * GUESS + 1):
+        return None
+    weight = largest_weight(evidence, comparison)
+    last = evidence.flow.maker(comparison.prediction)
+    lines = [
+        f"at step {evidence.step} the scores are {mean:.3g} ± {spread:.2g}, {100 * same:.0f} % of one sign, and lose "
+        f"{loss:.3g}; {100 * float(target.mean()):.0f} % of the targets are 1, and guessing loses at most {GUESS:.2g}"
+    ]
+    fix = "start with scores near zero: weights drawn around zero (torch.randn(...) * 0.1), not torch.rand"
+    where = place_of(last.module, last.line) if last is not None else None
+    if weight is not None:
+        name, value = weight
+        lines.append(f"{name} starts at {float(value.mean()):.3g} ± {float(value.std()):.2g}")
+        where = place_of_parameter(evidence, name) or where
+    alone = abs(began - loss) < 0.2 * loss  # the loss is little more than this term
+    return confirmed(
+        "bad-init/scores-one-sided",
+        *lines,
+        where=where,
+        fix=fix,
+        if_troubled=True,
+        confidence="likely",
+        lasting=True,
+        numbers={"guess": GUESS} if alone else {},
+    )
+
+
+def largest_weight(evidence: Evidence, comparison: Comparison) -> tuple[str, Tensor] | None:
+    """The weights behind the scores that are furthest from having a mean of zero."""
+    behind = evidence.flow.ancestors(comparison.prediction)
+    found = []
+    for slot in evidence.tape.parameters:
+        if slot.index in behind and slot.dtype.is_floating_point and slot.name:
+            value = evidence.tape.leaf_value(slot.index).double()
+            width = math.sqrt(slot.shape[-1]) if len(slot.shape) > 1 else 1.0
+            found.append((abs(float(value.mean())) * width, slot.name, value))
+    best = max(found, key=lambda entry: entry[0], default=None)
+    return (best[1], best[2]) if best is not None and best[2].numel() > 1 and best[0] > 0.5 else None
+
+
+def place_of_parameter(evidence: Evidence, name: str) -> str | None:
+    """The line of a script's own module that makes a parameter: `self.user = nn.Parameter(...)`."""
+    files = dict.fromkeys(op.line.file for op in evidence.forward if op.line is not None)
+    module, _, own = name.rpartition(".")
+    for attribute in filter(None, (own, module.rpartition(".")[2])):
+        made = re.compile(rf"\bself\.{re.escape(attribute)}\s*(?::[^=]+)?=(?!=)")
+        for file in files:
+            for number, text in enumerate(linecache.getlines(file), 1):
+                if made.search(text):
+                    return f"{name} ({file.rsplit('/', 1)[-1]}:{number})"
+    return None

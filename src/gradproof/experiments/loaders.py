@@ -6,14 +6,15 @@ Two loaders that are not meant as pairs (labelled and unlabelled data, two domai
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
 from gradproof.experiments.flow import Comparison, Flow
-from gradproof.experiments.rows import chain_behind
+from gradproof.experiments.instruments.rows import chain_behind
 from gradproof.experiments.targets import is_diagonal
 
 ID = "data-target-misaligned/loaders-shuffled-apart"
@@ -21,9 +22,19 @@ FEWEST = 8  # rows of a batch
 NUMBERS = 2048  # of a batch, as the probe keeps them
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """What a loader handed out last."""
+
+    rows: tuple[int, ...]
+    length: int  # of its data set
+    samples: tuple[tuple[tuple[int, ...], Tensor], ...]  # shape and some numbers of each tensor
+    line: str
+
+
 def do_two_loaders_go_together(evidence: Evidence) -> Iterator[Verdict]:
     """Inputs from one loader, targets (or the other half of each pair) from another that shuffles on its own."""
-    fetched = list(evidence.memory.get("facts", {}).get("_fetched", {}).values())
+    fetched = [Fetched(**facts) for facts in evidence.facts.fetched]
     apart = [
         (one, other)
         for one, other in permutations(fetched, 2)
@@ -42,7 +53,7 @@ def do_two_loaders_go_together(evidence: Evidence) -> Iterator[Verdict]:
                 return
 
 
-def slots_of(flow: Flow, fetched: Any) -> set[int]:
+def slots_of(flow: Flow, fetched: Fetched) -> set[int]:
     """Where on the tape a loader's batch is: what networks and comparisons are given, and what that was made from."""
     ends = [*flow.inputs, *(c.target for c in flow.comparisons)]
     chains = list(dict.fromkeys(slot for end in ends for slot in chain_behind(flow, end)))
@@ -69,7 +80,7 @@ def is_paired(flow: Flow, comparison: Comparison, mine: set[int], others: set[in
     return not others.isdisjoint(behind) and shape[0] == count and is_diagonal(flow, comparison)
 
 
-def verdict_on(one: Any, other: Any) -> Verdict:
+def verdict_on(one: Fetched, other: Fetched) -> Verdict:
     pairs = list(zip(one.rows, other.rows, strict=True))
     wrong = sum(a != b for a, b in pairs)
     shown = ", ".join(f"{a} with {b}" for a, b in pairs[:4])
@@ -81,4 +92,5 @@ def verdict_on(one: Any, other: Any) -> Verdict:
         fix="put both into one data set (TensorDataset(a, b), or a Dataset that returns a[i], b[i]) and read it with "
         "one DataLoader(shuffle=True)",
         lasting=True,
+        confidence="proven",  # the rows that each loader handed out
     )

@@ -155,6 +155,7 @@ def logarithm_of_raw(flow: Flow, log: Operation) -> Verdict | None:
         where=place_of(log.module, log.line),
         fix="PoissonNLLLoss(log_input=True), which takes the output for the logarithm of the rate; or a softplus",
         lasting=True,
+        confidence="proven",  # what a layer made goes into the logarithm
     )
 
 
@@ -190,29 +191,49 @@ def of_divergence(flow: Flow, difference: Operation) -> Verdict | None:
     if len(found) < 2 or found[x].shape != found[target].shape:
         return None
     axes = [axis for axis in range(found[target].dim()) if sums_to_one(found[target], axis)]
-    return judge_log_probabilities(found[x], axes[-1], "kl_div", difference) if axes else None
+    return judge_log_probabilities(flow, x, found[x], axes[-1], "kl_div", difference) if axes else None
 
 
 def of_paths(flow: Flow, loss: Operation) -> Verdict | None:
     """ctc_loss wants log-probabilities over the last axis."""
     values = flow.values(loss.reads[:1]).get(loss.reads[0])
-    return None if values is None else judge_log_probabilities(values, values.dim() - 1, "ctc_loss", loss)
+    if values is None:
+        return None
+    return judge_log_probabilities(flow, loss.reads[0], values, values.dim() - 1, "ctc_loss", loss)
 
 
-def judge_log_probabilities(x: Tensor, axis: int, name: str, op: Operation) -> Verdict | None:
+def judge_log_probabilities(
+    flow: Flow, slot: int, x: Tensor, axis: int, name: str, op: Operation
+) -> Verdict | None:
     rows = x.double()
+    maker = flow.maker(flow.behind(slot, VIEWS))
+    made_by = maker.name if maker is not None else ""
     if x.shape[axis] < 2 or not bool(rows.isfinite().any()) or sums_to_one(rows.exp(), axis):
         return None
     where, fix = place_of("", op.line), f"give {name} log_softmax(scores, dim) of the raw scores"
     if sums_to_one(rows, axis):
         line = f"{name} is given probabilities (each row sums to 1), it wants their logarithms"
-        return confirmed(f"{FAMILY}/missing-log", line, where=where, fix=fix, lasting=True)
+        return confirmed(
+            f"{FAMILY}/missing-log",
+            line,
+            where=where,
+            fix=fix,
+            lasting=True,
+            confidence="proven" if made_by == "_softmax" else "likely",  # what softmax made, or what looks so
+        )
     total = float(rows.exp().sum(axis).median())
     line = (
         f"{name} wants log-probabilities, whose exponentials sum to 1 in each row; here they sum to {total:.3g} "
         f"(median), with values from {float(rows.min()):.3g} to {float(rows.max()):.3g}"
     )
-    return confirmed(f"{FAMILY}/raw-scores", line, where=where, fix=fix, lasting=True)
+    return confirmed(
+        f"{FAMILY}/raw-scores",
+        line,
+        where=where,
+        fix=fix,
+        lasting=True,
+        confidence="proven" if made_by in RAW else "likely",  # what a layer made, or what looks so
+    )
 
 
 def sums_to_one(values: Tensor, axis: int) -> bool:
@@ -240,4 +261,5 @@ def softmax_twice(flow: Flow, log_softmax: Operation) -> Verdict | None:
         where=place_of(first.module, first.line),
         fix="give the loss the raw scores: remove the softmax",
         lasting=True,
+        confidence="proven",  # two operations, one behind the other
     )

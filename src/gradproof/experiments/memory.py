@@ -1,38 +1,39 @@
-"""Do two things share memory? Stacks of one buffer, targets changed with the inputs; and averages that go astray."""
+"""Do two things share memory? Stacks of one buffer or array, targets changed with inputs, two views that are one."""
 
 from __future__ import annotations
 
+import linecache
+import math
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+import torch
+from torch import Tensor
+
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each
+from gradproof.experiments.flow import ALIASES, RESHAPES
+from gradproof.experiments.instruments.source import forward_line
 from gradproof.experiments.nonfinite import place_of
-from gradproof.tape.operations import Line, Operation, references
-
-FEWEST = 6  # members of a stack that are one and the same memory
-STACKS = ("stack", "cat")
-VIEWS = ("view", "alias", "detach", "unsqueeze", "squeeze", "t", "_unsafe_view")
-COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
-CHANGES = (
-    "mul_",
-    "add_",
-    "sub_",
-    "div_",
-    "index_put_",
-    "masked_fill_",
-    "copy_",
-    "clamp_",
-    "scatter_",
-    "bernoulli_",
-)
+from gradproof.tape.operations import Line, ModuleCall, Operation, references
 
 
 def do_two_things_share_memory(evidence: Evidence) -> Iterator[Verdict]:
-    """One verdict: a stack of one buffer is proof; a target changed in place together with the input, a warning."""
-    for look in (stack_of_one_buffer, target_changed_with_input):
-        found = look(evidence)
-        if found is not None:
-            yield found
-            return
+    """A stack of one buffer is proof; so are two views that are one tensor; a target changed in place, a warning."""
+    yield from causes_of(each(evidence, one_buffer, stacks_of_one_array, two_views_that_are_one))
+
+
+def one_buffer(evidence: Evidence) -> Verdict | None:
+    return stack_of_one_buffer(evidence) or target_changed_with_input(evidence)
+
+
+FEWEST = 6  # members of a stack that are one and the same memory
+STACKS = ("stack", "cat")
+WHOLE = RESHAPES | {"detach"}  # all of a tensor, in the same memory
+COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+CHANGES = (
+    "mul_", "add_", "sub_", "div_", "index_put_", "masked_fill_", "copy_", "clamp_", "scatter_", "bernoulli_",
+)  # fmt: skip
 
 
 def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
@@ -56,6 +57,8 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
         if same >= 0.9 * len(members) and (len(rewritten) >= 2 or outside):
             written = rewritten[-1].line if rewritten else operation.line
             given = handed_out(evidence, first, operation)
+            # one sample may be meant many times
+            one_sample = len(set(members)) == 1 and len(rewritten) < 2
             return confirmed(
                 "aliasing-or-inplace/one-buffer",
                 f"{same} of the {len(members)} tensors that {operation.name} puts together are one memory: "
@@ -63,9 +66,9 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
                 f"put together at {operation.line}" + (f", last written at {written}" if rewritten else ""),
                 where=place_of(operation.module, given or written),
                 fix="keep a clone() of what changes later",
-                if_troubled=len(set(members)) == 1
-                and len(rewritten) < 2,  # one sample may be meant many times
+                if_troubled=one_sample,
                 lasting=True,
+                confidence="likely" if one_sample else "proven",  # one memory
             )
     return None
 
@@ -82,7 +85,7 @@ def handed_out(evidence: Evidence, first: int, stack: Operation) -> Line | None:
     views = [
         op
         for op in evidence.forward
-        if op.name in VIEWS and op.line not in (None, stack.line) and not op.module and op.index < stack.index
+        if op.name in WHOLE and op.line not in (None, stack.line) and not op.module and op.index < stack.index
     ]
     kept = [op for op in views if any(evidence.slot(made).storage == storage for made in op.makes)]
     return kept[-1].line if kept and storage >= 0 else None
@@ -95,7 +98,7 @@ def place_in_memory(evidence: Evidence, views: dict[int, tuple], slot: int) -> t
         return views.get(slot, (slot,))
     if maker.name == "alias" and len(maker.args) == 4:  # recorded where a view had been made before the step
         return (*views.get(origin(evidence, slot), (slot,))[:1], maker.args[1:])
-    if maker.name in VIEWS and maker.reads:
+    if maker.name in WHOLE and maker.reads:
         return place_in_memory(evidence, views, maker.reads[0])
     return (slot,)
 
@@ -104,7 +107,7 @@ def origin(evidence: Evidence, slot: int) -> int:
     """The slot whose memory a view looks at."""
     while True:
         maker = evidence.maker(slot)
-        if maker is None or not maker.reads or maker.name not in VIEWS:
+        if maker is None or not maker.reads or maker.name not in WHOLE:
             return slot
         slot = maker.reads[0]
 
@@ -160,38 +163,241 @@ def goes_into_model(evidence: Evidence, change: Operation, written: int, storage
     return False
 
 
-def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
-    """Averaged weights whose size stays far from that of the weights they average."""
-    tape = evidence.tape
-    parameters = {slot.index for slot in tape.parameters}
-    followed: dict[int, int] = {}
-    lines: dict[int, Operation] = {}
-    for operation in tape.operations:
-        if operation.phase == "optimizer" or operation.in_backward is not None:
-            continue
-        sources = [s for s in operation.reads if s in parameters and s not in operation.writes]
-        for slot in operation.writes:
-            if slot in parameters and len(sources) == 1 and operation.name in ("add_", "lerp_"):
-                followed[slot], lines[slot] = sources[0], operation
-    if not followed:
-        return
-    ratios = []
-    for slow, fast in followed.items():
-        here, there = (tape.leaf_value(s).double().norm() for s in (slow, fast))
-        if float(there) > 0 and evidence.slot(slow).shape == evidence.slot(fast).shape:
-            ratios.append(float(here / there))
-    if not ratios:
-        return
-    ratio = sorted(ratios)[len(ratios) // 2]
-    history = evidence.memory.setdefault("averages", [])
-    history.append(ratio)
-    # an average that begins at zero grows towards its weights; one that stays away, or leaves, is wrong
-    far = not 0.3 < ratio < 3
-    if len(history) >= 2 and far and abs(history[-1] - 1) >= 0.9 * abs(history[-2] - 1):
-        first = next(iter(lines.values()))
+# one array --------------------------------------------------------------------------------------------------
+
+SHARES = re.compile(r"\b(from_numpy|as_tensor|from_dlpack|frombuffer)\s*\(")
+
+
+def stacks_of_one_array(evidence: Evidence) -> Iterator[Verdict]:
+    """stack of tensors that are one NumPy array: proof where the array was seen to change, else only a suspicion."""
+    # a mask that stays may stand beside observations that do not
+    for index, found in sorted(evidence.tape.one_arrays.items(), key=lambda item: -item[1].changed):
+        operation = evidence.tape.operations[index]
+        proven = True
+        if found.changed:
+            since = f"{found.changed} of them held something else when they were first read in this step"
+        elif evidence.facts.arrays_changed:
+            since = "the array has changed since it was first put together"
+        else:
+            since, proven = "the array was not seen to change", False
         yield confirmed(
-            "weights-state-error/average",
-            f"the averaged weights have {ratio:.2g} times the size of those they average, and do not come nearer",
-            where=place_of(first.module, first.line),
-            fix="average = decay * average + (1 - decay) * weights",
+            "aliasing-or-inplace/one-array",
+            f"{found.count} of the {found.of} tensors that {operation.name} puts together are one NumPy array: "
+            "all hold what was written last",
+            f"put together at {operation.line}; {since}",
+            where=where_made(evidence, operation)
+            or line_that_shares(operation.line)
+            or place_of(operation.module, operation.line),
+            fix="keep a copy: torch.from_numpy(array.copy()), torch.tensor(array) or .clone()",
+            level="problem" if proven else "note",
+            confidence="proven" if proven else "possible",
+            lasting=proven,
         )
+        return
+
+
+def where_made(evidence: Evidence, stack: Operation) -> str | None:
+    """The line that made a tensor of the array, if this step did."""
+    storages = {evidence.slot(slot).storage for slot in stack.reads}
+    for op in evidence.tape.operations[: stack.index]:
+        if op.name == "lift_fresh" and evidence.slot(op.reads[0]).storage in storages:
+            return place_of("", op.line)
+    return None
+
+
+def line_that_shares(line: Line | None) -> str | None:
+    """Where the file makes tensors of arrays without a copy: the nearest above, or the only one."""
+    if line is None:
+        return None
+    source = enumerate(linecache.getlines(line.file), 1)
+    numbers = [n for n, text in source if SHARES.search(text.partition("#")[0])]
+    above = [n for n in numbers if n <= line.number]
+    number = above[-1] if above else numbers[0] if len(numbers) == 1 else None
+    return f"{line.file.rsplit('/', 1)[-1]}:{number}" if number is not None else None
+
+
+# two views --------------------------------------------------------------------------------------------------
+
+PRODUCTS = ("mm", "bmm", "matmul", "baddbmm", "addmm", "_cdist_forward", "_euclidean_dist")
+APART = ("sub", "mul", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "dot")
+JOINS = ("cat", "stack")
+MOST = 12  # calls of modules from outside: a loop over time is no pair of views
+
+
+@dataclass
+class Pair:
+    """Two halves of what a network puts out that come from two views: slots of the first, the second, and of both."""
+
+    first: set[int]
+    second: set[int]
+    joint: set[int]
+    views: tuple[int, int]  # the tensors that were given to the network
+    outputs: tuple[int, ...]  # two, or one that holds both
+
+
+def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
+    """One network, two passes, inputs and outputs the same, and a loss that compares the outputs with each other.
+
+    One input given twice may be meant (dropout makes the difference); it is not where a line has written twice into
+    its memory before, as an augmentation does, or where a loader brought two tensors.
+    """
+    for pair in pairs(evidence):
+        one, two = pair.views
+        shared = is_same_memory(evidence, one, two)
+        line = line_that_writes_twice(evidence, one) if shared else None
+        if shared and line is None:
+            continue
+        if not is_compared(evidence, pair) or not gives_the_same(evidence, pair):
+            continue
+        if shared:
+            said = (
+                f"line {line.number} writes twice into one tensor, and both views are that tensor"
+                if line
+                else ""
+            )
+        elif is_from_outside(evidence, one) and is_from_outside(evidence, two):
+            if not are_equal(evidence, one, two):
+                continue
+            said = "two tensors that the step is given are equal in every entry"
+        else:
+            continue
+        place = line or forward_line(evidence)
+        shape = list(evidence.slot(one).shape)
+        yield confirmed(
+            "aliasing-or-inplace/one-view",
+            f"the two views {shape} that the loss compares are one: {said}",
+            "the network puts out the same for both: telling them apart from others can be learned without learning "
+            "what the augmentation is to teach",
+            where=place_of("", place),
+            fix="let the augmentation make a new tensor: x = x + noise in place of x += noise, or x = x.clone() first",
+            confidence="proven" if shared else "likely",
+            lasting=True,
+        )
+        return
+
+
+def pairs(evidence: Evidence) -> Iterator[Pair]:
+    """Two calls of one module, or one call with two views in one batch."""
+    calls = [c for c in outermost(evidence) if len(c.inputs) >= 1 and c.outputs]
+    for place, one in enumerate(calls if len(calls) <= MOST else ()):
+        for two in calls[place + 1 :]:
+            if one.path != two.path or len(one.inputs) != len(two.inputs):
+                continue
+            views = one.inputs[0], two.inputs[0]
+            if evidence.slot(views[0]).shape == evidence.slot(views[1]).shape:
+                ends = one.outputs[0], two.outputs[0]
+                yield Pair({ends[0]}, {ends[1]}, set(), views, ends)
+        maker = evidence.maker(evidence.flow.behind(one.inputs[0], ALIASES))
+        refs = list(references(maker.args)) if maker is not None and maker.name in JOINS else []
+        if len(refs) == 2 and evidence.slot(refs[0].slot).shape == evidence.slot(refs[1].slot).shape:
+            yield Pair(set(), set(), {one.outputs[0]}, (refs[0].slot, refs[1].slot), (one.outputs[0],))
+
+
+def outermost(evidence: Evidence) -> list[ModuleCall]:
+    """Calls with gradient that are not inside another one."""
+    found: list[ModuleCall] = []
+    for call in evidence.tape.modules:
+        inside = bool(found) and call.last <= found[-1].last
+        ops = evidence.tape.operations[call.first : call.last]
+        if not inside and ops and all(op.grad_enabled or op.call is not None for op in ops):
+            found.append(call)
+    return found
+
+
+def is_same_memory(evidence: Evidence, one: int, two: int) -> bool:
+    behind = evidence.flow.behind
+    return one == two or behind(one, ALIASES) == behind(two, ALIASES)
+
+
+def line_that_writes_twice(evidence: Evidence, view: int) -> Line | None:
+    """The first line that writes into a tensor's memory two times, each time into the same part of it."""
+    storage = evidence.slot(view).storage
+    seen: dict[tuple, Operation] = {}
+    for op in evidence.forward:
+        for slot in op.writes:
+            if op.line is None or evidence.slot(slot).storage != storage:
+                continue
+            key = (op.line.file, op.line.number, op.name, evidence.slot(slot).shape)
+            if key in seen and op.index != seen[key].index:
+                return op.line
+            seen[key] = op
+    return None
+
+
+def is_compared(evidence: Evidence, pair: Pair) -> bool:
+    """Whether the loss puts one half beside the other, entry by entry or row by row."""
+    first, second, joint = set(pair.first), set(pair.second), set(pair.joint)
+    start = min(evidence.slot(slot).made_by or 0 for slot in pair.outputs)
+    for op in evidence.flow.operations:
+        if op.index < start:
+            continue
+        refs = [ref.slot for ref in references((op.args, op.kwargs)) if is_large(evidence, ref.slot)]
+        ones, twos = [s for s in refs if s in first], [s for s in refs if s in second]
+        both = [s for s in refs if s in joint]
+        if ones and twos and op.name in (*PRODUCTS, *APART):
+            return True
+        if len(both) >= 2 and op.name in PRODUCTS:
+            return True
+        made = [slot for slot in op.makes if slot not in first | second | joint]
+        if both or (ones and twos):
+            halves = half_of(op) if both else None
+            if halves is None:
+                joint.update(made)
+            elif halves == "both":
+                first.update(made[:1])
+                second.update(made[1:])
+            else:
+                (first if halves == "first" else second).update(made)
+        elif ones:
+            first.update(made)
+        elif twos:
+            second.update(made)
+    return False
+
+
+def half_of(op: Operation) -> str | None:
+    """Whether an operation takes a batch of two views apart again."""
+    if op.name in ("split", "chunk", "split_with_sizes", "unbind") and len(op.makes) == 2:
+        return "both"
+    if op.name == "slice" and len(op.args) >= 4 and op.args[1] == 0:
+        begins, ends = op.args[2] or 0, op.args[3]
+        if begins == 0 and isinstance(ends, int) and ends < 2**62:
+            return "first"
+        if isinstance(begins, int) and begins > 0:
+            return "second"
+    return None
+
+
+def is_large(evidence: Evidence, slot: int) -> bool:
+    return math.prod(evidence.slot(slot).shape) > 1
+
+
+def gives_the_same(evidence: Evidence, pair: Pair) -> bool:
+    """Whether the network's outputs for both views agree (to rounding) and differ among samples."""
+    found = evidence.flow.values(pair.outputs)
+    if any(slot not in found for slot in pair.outputs):
+        return False
+    values = [found[slot] for slot in pair.outputs]
+    one, two = values if len(values) == 2 else halves(values[0])
+    if one.shape != two.shape or not one.is_floating_point() or one.shape[:1] in ((), (1,)):
+        return False
+    size = float(one.abs().max())
+    differ = bool((one != one[:1]).any())
+    return differ and size > 0 and float((one - two).abs().max()) <= 1e-5 * size
+
+
+def halves(value: Tensor) -> tuple[Tensor, Tensor]:
+    count = value.shape[0] // 2 if value.dim() else 0
+    return (value[:count], value[count : 2 * count]) if count else (value, value.new_zeros(0))
+
+
+def is_from_outside(evidence: Evidence, slot: int) -> bool:
+    """A tensor that the step was given, not one that it made."""
+    return evidence.slot(evidence.flow.behind(slot, ALIASES)).made_by is None
+
+
+def are_equal(evidence: Evidence, one: int, two: int) -> bool:
+    found = evidence.flow.values([one, two])
+    if one not in found or two not in found or not found[one].is_floating_point():
+        return False
+    return torch.equal(found[one], found[two]) and bool((found[one] != found[one].reshape(-1)[0]).any())

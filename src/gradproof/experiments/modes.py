@@ -6,30 +6,36 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded
 from gradproof.experiments.nonfinite import place_of
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
-TIMES = 2  # taped steps in which the same is seen before it is said
 
 
 def is_it_in_train_mode(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, left_in_eval, dropped_too_much))
+
+
+def left_in_eval(evidence: Evidence) -> Iterator[Verdict]:
     """A part that is trained, and whose dropout or BatchNorm is in eval mode; BatchNorm frozen by itself is no slip."""
     held = (p for o in evidence.optimizers for g in o.param_groups for p in g["params"])
     trained = {id(p) for p in held if p.requires_grad and p.grad is not None}  # not those frozen since
-    count = evidence.memory.setdefault("eval mode", {})
+    in_eval = 0
     for prefix, root in evidence.models.items():
         for path, part in evaluated_parts(root, prefix):
             affected = [
                 (join(path, name), module) for name, module in part.named_modules() if depends_on_mode(module)
             ]
+            in_eval += len(affected)
             if not affected or not any(id(p) in trained for p in weights_beside_norms(part)):
                 continue
-            count[path] = count.get(path, 0) + 1
-            if count[path] >= TIMES:
-                yield verdict_of(evidence, path, affected)
+            yield verdict_of(evidence, path, affected)
+    known = sum(depends_on_mode(module) for root in evidence.models.values() for module in root.modules())
+    if known and not in_eval:
+        said = f"all {known} modules whose work depends on it are in train mode"
+        yield excluded("train-eval-mode-error/eval-left-on", said)
 
 
 def evaluated_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -63,7 +69,7 @@ def verdict_of(evidence: Evidence, path: str, affected: list[tuple[str, nn.Modul
         still = all(not module.num_batches_tracked for _, module in norms)
         what = "their first running statistics" if still else "running statistics that stand still"
         lines.append(f"{', '.join(name for name, _ in norms[:3])} normalise with {what} while training")
-    called = evidence.memory.get("facts", {}).get("eval_line", "")
+    called = evidence.facts.eval_line
     if called:
         lines.append(f"eval() was last called at {called}, and no train() followed")
     where = path or affected[0][0]
@@ -72,10 +78,11 @@ def verdict_of(evidence: Evidence, path: str, affected: list[tuple[str, nn.Modul
         *lines,
         where=f"{where} ({called}: eval())" if called else where,
         lasting=True,
+        confidence="proven",  # the mode that the modules were in
     )
 
 
-def is_too_much_dropped(evidence: Evidence) -> Iterator[Verdict]:
+def dropped_too_much(evidence: Evidence) -> Iterator[Verdict]:
     """A dropout that keeps a tenth: what was meant as the probability to keep."""
     operations = evidence.tape.operations
     for operation, following in zip(operations, [*operations[1:], None], strict=True):

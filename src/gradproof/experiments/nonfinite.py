@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from gradproof.errors import UserError
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, undecided
 from gradproof.tape.bundle import write_bundle
 from gradproof.tape.locate import FirstBad, find_first_bad_operation
 from gradproof.tape.operations import Line
+from gradproof.tape.trace import came_from_others
 
 HALF = {"float16", "bfloat16"}
 HUGE_WEIGHT, HUGE = 1e4, 1e15
@@ -23,18 +24,27 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     """On every taped step, and before the update of a bad one; silent while loss and gradients are finite."""
     if evidence.memory.get("located"):
         return
-    again = evidence.again
-    if again is not None and not again.eager:
-        if again.compiled:
-            evidence.memory["located"] = True
-            yield born_in_the_compiler(evidence, again.compiled)
-        return
-    if again is None and not step_is_nonfinite(evidence):
+    again = evidence.specimen.again
+    if not (again["eager"] or again["compiled"] if again is not None else step_is_nonfinite(evidence)):
         return
     bad = find_first_bad_operation(evidence.tape)
-    if bad is None:
+    if bad is None or (evidence.tape.compiled and bad.kind != "operation"):
+        what = not_finite_when_compiled(evidence)
+        if what:  # and finite operation by operation
+            evidence.memory["located"] = True
+            yield born_in_the_compiler(evidence, what)
+        else:
+            yield undecided(
+                "forward-nonfinite", "the step is not finite, but its replay is: no operation can be named"
+            )
         return
-    if bad.kind == "parameter":  # the weights were bad before this step: what made them so was not taped
+    if bad.kind == "parameter":  # what made them so was not taped
+        said = f"the weights were not finite before step {evidence.step}: what made them so was not taped"
+        yield undecided("forward-nonfinite", said)
+        return
+    if bad.kind == "operation" and came_from_others(evidence.tape, bad.index):
+        said = f"the first value of step {evidence.step} that is not finite came from another rank"
+        yield undecided("forward-nonfinite", f"{said}: its own specimen has where it was born")
         return
     if bad.scaled:  # a GradScaler skips this step: that is its work
         return
@@ -55,9 +65,18 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     bundle = keep_for_later(evidence, bad)
     if bundle:
         found = replace(found, evidence=(*found.evidence, f"reproduce  python {bundle}/reproduce.py"))
-    if evidence.before_update:
-        found = replace(found, evidence=(*found.evidence, "found    before the bad update was written"))
+    if evidence.specimen.before_update:
+        found = replace(found, evidence=(*found.evidence, "found    in the model's calls, made again"))
     yield found
+
+
+def not_finite_when_compiled(evidence: Evidence) -> str:
+    """What compiled code made of the step, or of its calls made again: the output, a gradient, or nothing."""
+    if evidence.specimen.again is not None:
+        return evidence.specimen.again["compiled"]
+    if not evidence.tape.compiled:
+        return ""
+    return "output" if evidence.losses and not math.isfinite(evidence.losses[-1]) else "gradient"
 
 
 def born_in_the_compiler(evidence: Evidence, what: str) -> Verdict:
@@ -73,6 +92,7 @@ def born_in_the_compiler(evidence: Evidence, what: str) -> Verdict:
         fix='compile with backend="aot_eager": if the NaN goes, the generated code makes it; then keep parts of the '
         "model out with torch.compiler.disable until it goes",
         lasting=True,
+        confidence="proven",  # made again, both ways
     )
 
 
@@ -108,16 +128,12 @@ def what_has_grown(evidence: Evidence, bad: FirstBad) -> str:
 
 
 def step_is_nonfinite(evidence: Evidence) -> bool:
-    """From the losses seen; else from the gradients and parameters as they are after the step."""
+    """From the losses seen; else from the gradients of the step, and what it did to the weights."""
     if evidence.losses and not math.isfinite(evidence.losses[-1]):
         return True
-    for optimizer in evidence.optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                for tensor in (parameter.grad, parameter):
-                    if tensor is not None and not tensor.is_sparse and not bool(torch.isfinite(tensor.sum())):
-                        return True
-    return False
+    after = evidence.aftermath
+    tensors = [*after.gradients.values(), *after.updates.values()]
+    return any(not bool(torch.isfinite(tensor.sum())) for tensor in tensors)
 
 
 def verdict_of(bad: FirstBad) -> Verdict:
@@ -136,7 +152,13 @@ def verdict_of(bad: FirstBad) -> Verdict:
     if bad.kind == "memory never written":
         what = "never-written-memory"
     lines = [line.strip() for line in str(bad).splitlines()]
-    return confirmed(f"{family}/{what}", *lines, where=place_of(bad.module, bad.line), lasting=True)
+    return confirmed(
+        f"{family}/{what}",
+        *lines,
+        where=place_of(bad.module, bad.line),
+        lasting=True,
+        confidence="proven",  # the operation was replayed
+    )
 
 
 def place_of(module: str, line: Line | None) -> str | None:

@@ -1,16 +1,23 @@
-"""Does a normalisation help or hurt? Values it averages, its ε against the variance, statistics that never move."""
+"""Does a normalisation help or hurt? What it averages, its ε against the variance, its statistics, its factors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each
 from gradproof.experiments.flow import VIEWS, Flow
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation, Ref
+
+
+def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
+    looks = (of_torchs_own, of_ones_own_over_the_batch, of_one_value, of_unbounded_factors)
+    yield from causes_of(each(evidence, *looks))
+
 
 # operator -> places of training, momentum and ε among its arguments
 BATCH_NORMS = {
@@ -24,7 +31,7 @@ LATE = 90  # steps after which running statistics should have left their start
 LAYER_NORMS = {"native_layer_norm": 4}
 
 
-def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
+def of_torchs_own(evidence: Evidence) -> Iterator[Verdict]:
     """Each BatchNorm and LayerNorm of the step, one verdict for the first that hurts."""
     norms = [op for op in evidence.forward if op.grad_enabled and op.name in (*BATCH_NORMS, *LAYER_NORMS)]
     for operation in norms:
@@ -38,25 +45,14 @@ def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
 
 # what may stand between a tensor and the factor it is rescaled with
 WALK = VIEWS | {
-    "add",
-    "sqrt",
-    "div",
-    "mul",
-    "rsqrt",
-    "reciprocal",
-    "pow",
-    "square",
-    "sub",
-    "neg",
-    "exp",
-    "log",
-}
+    "add", "sqrt", "div", "mul", "rsqrt", "reciprocal", "pow", "square", "sub", "neg", "exp", "log",
+}  # fmt: skip
 REDUCES = ("mean", "sum", "linalg_vector_norm", "norm", "var", "std", "amax")
 LIMITS = ("clamp", "clamp_max", "minimum", "tanh", "sigmoid", "hardtanh")
 HUGE_FACTOR = 1e3
 
 
-def is_rescaling_bounded(evidence: Evidence) -> Iterator[Verdict]:
+def of_unbounded_factors(evidence: Evidence) -> Iterator[Verdict]:
     """A tensor multiplied with a factor made of its own size, that nothing limits, and that has become huge."""
     flow = evidence.flow
     for op in flow.operations:
@@ -103,44 +99,6 @@ def is_made_of_its_size(flow: Flow, tensor: int, factor: int) -> bool:
     return False
 
 
-def is_it_normalised_over_features(evidence: Evidence) -> Iterator[Verdict]:
-    """Vectors brought to length one along the batch: each feature then depends on who else is in the batch."""
-    flow = evidence.flow
-    if not flow.inputs:
-        return
-    batch = evidence.slot(flow.inputs[0]).shape[0]
-    for op in flow.operations:
-        if op.name not in ("linalg_vector_norm", "norm") or len(op.args) < 3 or op.args[2] != [0]:
-            continue
-        slot = op.reads[0]
-        shape = evidence.slot(slot).shape
-        embeddings = len(shape) == 2 and shape[1] > 1 and batch > 1 and shape[0] % batch == 0
-        if embeddings and slot in flow.tracked and slot not in flow.weights and divides(flow, op, slot):
-            yield confirmed(
-                "axis-or-shape-error/normalised-over-the-batch",
-                f"{list(shape)} is divided by its norm over axis 0, the batch of {batch}: columns have length one, "
-                "not the vectors of the samples",
-                where=place_of(op.module, op.line),
-                fix="F.normalize(z, dim=1), or dim=-1",
-                lasting=True,
-            )
-            return
-
-
-def divides(flow: Flow, norm: Operation, slot: int) -> bool:
-    """Whether the tensor whose norm it is gets divided by it."""
-    reach = set(norm.makes)
-    for op in flow.operations:
-        reads = set(flow.reads(op))
-        if op.index <= norm.index or not reads & reach:
-            continue
-        if op.name == "div" and slot in reads:
-            return True
-        if op.name in VIEWS or op.name in ("clamp_min", "add", "clamp"):
-            reach.update(op.makes)
-    return False
-
-
 def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None:
     training, momentum, _ = (argument(operation, place) for place in BATCH_NORMS[operation.name])
     if training is False:
@@ -153,6 +111,7 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             where=where,
             fix="use momentum=0.1, the share of the new batch",
             lasting=True,
+            confidence="proven",  # what the operation was given
         )
     slow = judge_momentum(evidence, operation, momentum)
     if slow is not None:
@@ -169,6 +128,8 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             fix="use LayerNorm or GroupNorm, or more samples in each forward pass",
             if_troubled=values > 2,
             lasting=True,
+            # of two values it makes +1 and -1, whatever they are
+            confidence="proven" if values <= 2 else "likely",
         )
     if shape[0] == 1 and not is_instance_norm(evidence, operation):
         return confirmed(
@@ -219,6 +180,7 @@ def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> V
         where=place_of(operation.module, operation.line),
         fix=f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}",
         lasting=True,
+        confidence="likely",
     )
 
 
@@ -240,6 +202,7 @@ def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Iterator[Verdic
                 where=place_of(operation.module, operation.line),
                 fix="use eps=1e-5",
                 lasting=True,
+                confidence="likely",
             )
             return
 
@@ -253,3 +216,147 @@ def variances(operation: Operation, value: Tensor) -> Tensor:
 
 def argument(operation: Operation, place: int | None) -> Any:
     return operation.args[place] if place is not None and place < len(operation.args) else None
+
+
+# written by hand, over the batch ----------------------------------------------------------------------------
+
+SPREADS = ("var", "std", "var_mean", "std_mean")
+
+
+def of_ones_own_over_the_batch(evidence: Evidence) -> Iterator[Verdict]:
+    """x less its mean over axis 0, scaled by parameters of the same module, which keeps no running statistics.
+
+    With running statistics it would be a BatchNorm; without, what a sample becomes depends on its company,
+    in evaluation, too, and a sample alone becomes zero.
+    """
+    trained = {slot.index for slot in evidence.tape.parameters}
+    for operation in evidence.forward:
+        maker = evidence.maker(operation.reads[1]) if is_difference(operation) else None
+        if maker is None or maker.name != "mean" or maker.module != operation.module:
+            continue
+        shape = evidence.slot(operation.reads[0]).shape
+        if maker.reads[0] != operation.reads[0] or not is_over_batch(maker) or len(shape) < 2:
+            continue
+        inside = [op for op in evidence.forward if op.module == operation.module]
+        scaled = any(op.name in ("mul", "addcmul") and trained & set(op.reads) for op in inside)
+        spread = any(op.name in SPREADS and is_over_batch(op) for op in inside)
+        if scaled and spread and not keeps_statistics(evidence, operation.module):
+            yield confirmed(
+                "normalization-error/over-the-batch",
+                f"mean and variance of {list(shape)} are taken over axis 0, the {shape[0]} samples: what one sample "
+                "becomes depends on the others, and there are no running statistics for evaluation",
+                where=place_of(operation.module, maker.line),
+                fix="take them over the features: x.mean(-1, keepdim=True), as nn.LayerNorm does",
+                confidence="likely",
+                lasting=True,
+            )
+            return
+
+
+def is_difference(operation: Operation) -> bool:
+    return bool(operation.module) and operation.name == "sub" and len(operation.reads) == 2
+
+
+def is_over_batch(operation: Operation) -> bool:
+    return len(operation.args) > 1 and operation.args[1] in ([0], (0,))
+
+
+def keeps_statistics(evidence: Evidence, path: str) -> bool:
+    """Whether a module of that path has a buffer of numbers; unknown modules are given the benefit of the doubt."""
+    for model in evidence.models.values():
+        module: nn.Module | None = dict(model.named_modules()).get(path)
+        if module is not None:
+            return any(buffer.is_floating_point() for buffer in module.buffers())
+    return True
+
+
+# of one value -----------------------------------------------------------------------------------------------
+
+FIXES = {
+    "GroupNorm": "use fewer groups, so that each has several values (GroupNorm(num_groups=4, ...)), or normalise "
+    "before pooling",
+    "LayerNorm": "give LayerNorm the size of the features, or leave it out where there is one feature",
+}
+OWN_FIX = "take mean and variance over the features, an axis with more than one value"
+MOST_NAMES = 3
+
+
+def of_one_value(evidence: Evidence) -> Iterator[Verdict]:
+    """A normalisation with one value for each mean and variance; a problem where something can only pass through it."""
+    flow = evidence.flow
+    for op in flow.operations:
+        kind = single_value_norm(flow, op)
+        if kind is None or not set(flow.makes(op)) & flow.tracked:
+            continue
+        shape = list(evidence.slot(flow.reads(op)[0]).shape)
+        lines = [
+            f"{kind} of {shape} takes each mean and variance of one value: what it puts out is a constant"
+        ]
+        cut = what_is_cut_off(flow, op)
+        if cut:
+            lines.append(
+                f"{names(evidence, cut)} reach the loss through it only, and have no influence on it"
+            )
+        yield confirmed(
+            "normalization-error/one-value",
+            *lines,
+            where=place_of(op.module, op.line),
+            fix=FIXES.get(kind, OWN_FIX),
+            if_troubled=not cut,
+            lasting=True,
+            confidence="proven",  # a value less itself
+        )
+        return
+
+
+def single_value_norm(flow: Flow, op: Operation) -> str | None:
+    """What an operation is called, if it normalises single values."""
+    if op.name == "native_group_norm":
+        channels, positions, groups = op.args[4:7]
+        return "GroupNorm" if channels * positions == groups else None
+    if op.name == "native_layer_norm":
+        return "LayerNorm" if math.prod(op.args[1]) == 1 else None
+    return "a normalisation" if op.name in ("div", "mul") and is_own_norm_of_one(flow, op) else None
+
+
+def is_own_norm_of_one(flow: Flow, scaling: Operation) -> bool:
+    """x - x.mean(axis), divided by or multiplied with something that is made of x; the axis has length one."""
+    pair = [arg.slot for arg in scaling.args[:2] if isinstance(arg, Ref)]
+    for difference, scale in (pair, pair[::-1]) if len(pair) == 2 else ():
+        source = less_its_own_mean_of_one(flow, flow.maker(difference))
+        if source is not None and source not in flow.weights and source in flow.ancestors(scale):
+            return True
+    return False
+
+
+def less_its_own_mean_of_one(flow: Flow, op: Operation | None) -> int | None:
+    """The tensor that has its mean over an axis of length one (not the batch) taken away, and is zero after that."""
+    pair = (
+        [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
+        if op is not None and op.name == "sub"
+        else []
+    )
+    mean = flow.maker(pair[1]) if len(pair) == 2 else None
+    if mean is None or mean.name != "mean" or flow.reads(mean) != pair[:1] or len(mean.args) < 2:
+        return None
+    shape = flow.tape.slots[pair[0]].shape
+    axes = [axis % len(shape) for axis in mean.args[1] or () if shape]
+    single = axes and 0 not in axes and math.prod(shape[axis] for axis in axes) == 1
+    return pair[0] if single else None
+
+
+def what_is_cut_off(flow: Flow, norm: Operation) -> list[int]:
+    """Trained matrices and inputs from which every way to the loss leads through one operation."""
+    other_ways = set(flow.tape.loss_slots)
+    for op in reversed(flow.forward):
+        if op.index != norm.index and not other_ways.isdisjoint(flow.touches(op)):
+            other_ways.update(flow.reads(op))
+    before = set().union(*(flow.ancestors(slot) for slot in flow.reads(norm) if slot not in flow.weights))
+    matrices = [slot.index for slot in flow.tape.parameters if len(slot.shape) >= 2]
+    return [slot for slot in (*matrices, *flow.inputs) if slot in before and slot not in other_ways]
+
+
+def names(evidence: Evidence, slots: list[int]) -> str:
+    known = [evidence.slot(slot).name for slot in slots if evidence.slot(slot).kind == "parameter"]
+    more = f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
+    return ", ".join(known[:MOST_NAMES]) + more if known else "the inputs"

@@ -4,18 +4,17 @@ copies of the weights: at the run's own learning rate, and at a tenth of it."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
-from gradproof.experiments.owners import at_work, line_of_optimizer, named_parameters
-from gradproof.experiments.step_length import largest_lr
-from gradproof.tape.replay import differentiate
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
+from gradproof.experiments.instruments.arms import find_handling, gradient_at, length, steps_within, train
+from gradproof.experiments.instruments.update import line_of_optimizer
+from gradproof.experiments.step_length import largest_lr, say_rate
 
+FAMILY = "lr-too-high"
 STEPS, FEWEST = 24, 12
 LONGEST = 2.0  # seconds for both trainings
 # a tenth of the rate leaves at most this share of the loss, and so many times less than the run's own rate
@@ -28,20 +27,25 @@ AS_TOLD = 0.2  # of the slope that the gradient tells
 def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
     """A rate ten times lower that learns the same batch better, from the start of training on: the rate is too high,
     even where the loss still falls. At a rate that suits, a tenth of it is far behind."""
-    if evidence.memory.get("one batch") or not evidence.updates or not all(map(is_known, at_work(evidence))):
+    if evidence.memory.get("one batch"):
+        return
+    handling = find_handling(evidence) if evidence.updates else None
+    if handling is None:
+        said = "the optimizer is none of PyTorch's own, or sees another gradient than the loss has: there is no control"
+        yield undecided(FAMILY, said)
         return
     evidence.memory["one batch"] = True
-    began = time.process_time()
-    start, gradients = gradient_at(evidence, {})
-    steps = min(STEPS, int(LONGEST / 2 / (time.process_time() - began)))
-    if steps < FEWEST or not math.isfinite(start) or not falls_as_told(evidence, gradients):
+    steps = steps_within(evidence, LONGEST, STEPS)
+    if steps < FEWEST:
+        yield undecided(FAMILY, f"{FEWEST} steps on one batch would take longer than {LONGEST:g} s")
         return
-    own, tenth = (settled(train(evidence, share, steps)) for share in (1.0, 0.1))
-    evidence.memory.setdefault("facts", {})["one_batch"] = {
-        "steps": steps,
-        "start": start,
-        "end": min(own, tenth),
-    }
+    start, gradients = gradient_at(evidence, {})
+    if not falls_as_told(evidence, gradients):
+        said = "the loss does not change along its gradient as that tells: a part of it is cut off"
+        yield undecided(FAMILY, said)
+        return
+    own, tenth = (train(evidence, handling, steps, rate) for rate in (1.0, 0.1))
+    evidence.noted["one_batch"] = {"steps": steps, "start": start, "end": min(own, tenth)}
     clear, clearer = (
         0 <= tenth < left * start and own > times * tenth for left, times in (BETTER, MUCH_BETTER)
     )
@@ -52,23 +56,16 @@ def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
             f"{steps} steps on the batch of step {evidence.step} alone take the loss from {start:.4g} to {own:.4g} at "
             f"the learning rate {rate:.1e}, and to {tenth:.4g} at a tenth of it",
             where=line_of_optimizer(evidence) or None,
-            fix=f"lower the learning rate: {rate / 10:.1e} instead of {rate:.1e}, or less, and warm it up",
+            fix=f"lower the learning rate: {say_rate(0.1, rate)}, or less, and warm it up",
             level="problem" if clearer else "warning",
             numbers={"lr_factor": 0.1},
             lasting=True,
+            confidence="proven",  # trained both ways
         )
-
-
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """One of PyTorch's own, which can be made again from its groups alone, and steps without a closure."""
-    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(
-        optimizer, torch.optim.LBFGS
-    )
-
-
-def gradient_at(evidence: Evidence, weights: dict[int, Tensor]) -> tuple[float, dict[int, Tensor]]:
-    found = differentiate(evidence.tape, leaves=weights)
-    return float(sum(loss.detach().double().sum() for loss in found.losses)), found.gradients
+    elif math.isfinite(own):
+        said = f"{steps} steps on one batch take the loss from {start:.4g} to {own:.4g}"
+        said += f", at a tenth of the rate to {tenth:.4g}"
+        yield excluded("lr-too-high/tenth-learns-better", said)
 
 
 def falls_as_told(evidence: Evidence, gradients: dict[int, Tensor]) -> bool:
@@ -79,55 +76,14 @@ def falls_as_told(evidence: Evidence, gradients: dict[int, Tensor]) -> bool:
     """
     stepped = {slot: gradients[slot].double() for slot in evidence.tape.stepped if slot in gradients}
     weights = {slot: evidence.tape.leaf_value(slot).double() for slot in stepped}
-    told = math.sqrt(sum(float(g.square().sum()) for g in stepped.values()))
-    length = NEARBY * math.sqrt(sum(float(w.square().sum()) for w in weights.values()))
-    if not told > 0 or not length > 0:
+    told, far = length(stepped.values()), NEARBY * length(weights.values())
+    if not told > 0 or not far > 0:
         return False
     up, down = (
         evidence.loss_at(
-            {slot: weights[slot] + way * length / told * g for slot, g in stepped.items()},
+            {slot: weights[slot] + way * far / told * g for slot, g in stepped.items()},
             dtype=torch.float64,
         )
         for way in (1, -1)
     )
-    return abs((up - down) / (2 * length) - told) < AS_TOLD * told
-
-
-def train(evidence: Evidence, share: float, steps: int) -> list[float]:
-    """The losses of some steps on this batch alone, at a share of the run's learning rates."""
-    weights: dict[int, Tensor] = {}
-    optimizers = [copied(optimizer, evidence, share, weights) for optimizer in at_work(evidence)]
-    losses = []
-    for _ in range(steps):
-        loss, gradients = gradient_at(evidence, weights)
-        losses.append(loss)
-        for slot, weight in weights.items():
-            weight.grad = gradients.get(slot)
-        for optimizer in optimizers:
-            optimizer.step()
-    return losses
-
-
-def copied(
-    optimizer: torch.optim.Optimizer, evidence: Evidence, share: float, weights: dict[int, Tensor]
-) -> torch.optim.Optimizer:
-    """A fresh optimizer of the same kind and settings, for copies of the weights, which are added to `weights`."""
-    slots = {evidence.slot(slot).name: slot for slot in evidence.tape.stepped}
-    slot_of = {id(p): slots[name] for name, p in named_parameters(evidence).items() if name in slots}
-    groups = []
-    for group in optimizer.param_groups:
-        mine = {
-            slot_of[id(p)]: evidence.tape.leaf_value(slot_of[id(p)]).detach().clone().requires_grad_()
-            for p in group["params"]
-            if id(p) in slot_of
-        }
-        if mine:
-            groups.append({**group, "params": list(mine.values()), "lr": share * float(group["lr"])})
-            weights.update(mine)
-    make: Any = type(optimizer)
-    return make(groups)
-
-
-def settled(losses: list[float]) -> float:
-    """The middle of the last five; infinite where they ran away."""
-    return sorted(losses[-5:])[2] if math.isfinite(losses[-1]) else math.inf
+    return abs((up - down) / (2 * far) - told) < AS_TOLD * told

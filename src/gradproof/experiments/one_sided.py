@@ -1,4 +1,4 @@
-"""Is only one side augmented? Maps that come back with their image mirrored, turned or shifted, or the other way round.
+"""Is only one side augmented? Maps that come back with their image turned, and masks that lie beside what they mark.
 
 Only where targets are maps over the image: a label stays the same whatever way its image is turned.
 """
@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, each, excluded, first_of
+from gradproof.experiments.instruments.registration import Fit, best_fits
+from gradproof.experiments.instruments.source import forward_line, read, say_where_made
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.provenance import forward_line, read, say_where_made
 from gradproof.tape.operations import Line
 
 ID = "data-target-misaligned/one-side-augmented"
@@ -25,6 +26,12 @@ FEWEST = 4  # samples that came back wrongly
 SHARE = 0.1  # of all that came back
 SMALLEST = 4  # height and width
 FAR = 64  # shifts that are tried
+FITS = 0.6  # correlation of a mask with its image: less may be chance, of so many places
+LITTLE = 0.5  # of the best fit
+NEAR = 2  # pixels: masks are drawn with a free hand
+ELSEWHERE = 0.3  # of the masks that fit anywhere
+MOST_FITS = 64  # samples of a step
+MARKS = 32  # classes of a mask
 CALLS = ("flip", "rot90", "roll", "rotate", "transpose", "::-1")
 
 Turn = Callable[[Tensor], Tensor]
@@ -55,10 +62,16 @@ class Kept:
 
 
 def is_one_side_augmented(evidence: Evidence) -> Iterator[Verdict]:
-    """The same map with its image mirrored: what was done to one must be done to the other."""
+    """What was done to an image must be done to its map: seen in samples that come back, or in where a map lies."""
     pair = image_and_map(evidence)
-    if pair is None:
-        return
+    if pair is not None:
+        yield from first_of(
+            each(evidence, partial(came_back_turned, pair=pair), partial(lies_elsewhere, pair=pair))
+        )
+
+
+def came_back_turned(evidence: Evidence, pair: list[int]) -> Iterator[Verdict]:
+    """The same map with its image mirrored, or the other way round."""
     kept: Kept = evidence.memory.setdefault("one side", Kept())
     before = kept.wrong
     look_at_loader(kept, evidence, pair)
@@ -72,6 +85,7 @@ def is_one_side_augmented(evidence: Evidence) -> Iterator[Verdict]:
             where=place_of("", augmenting_line(forward_line(evidence))) or evidence.flow.origin(pair[0]),
             fix="draw the transformation once, and apply it to image and target alike",
             lasting=True,
+            confidence="proven",  # the same to the last bit, turned
         )
     elif kept.back >= 32 and not kept.wrong:
         yield excluded(
@@ -79,12 +93,57 @@ def is_one_side_augmented(evidence: Evidence) -> Iterator[Verdict]:
         )
 
 
+def lies_elsewhere(evidence: Evidence, pair: list[int]) -> Iterator[Verdict]:
+    """Masks that fit their images well if they are moved, each in its own way, and hardly as they lie."""
+    values = evidence.flow.values(pair)
+    image, target = (values.get(slot) for slot in pair)
+    if image is None or target is None or image.dim() != 4:
+        return
+    masks = masks_of(target.detach().cpu(), image.detach().cpu())
+    if masks is None:
+        return
+    counts = evidence.memory.setdefault("maps that lie elsewhere", {"fits": 0, "elsewhere": 0})
+    fits = [fit for fit in best_fits(image.detach().cpu()[:MOST_FITS], masks[:MOST_FITS]) if fit.best >= FITS]
+    moved = [fit for fit in fits if is_elsewhere(fit)]
+    counts["fits"] += len(fits)
+    counts["elsewhere"] += len(moved)
+    seen, wrong = counts["fits"], counts["elsewhere"]
+    if wrong >= 2 * FEWEST and wrong >= ELSEWHERE * seen and moved:
+        example = max(moved, key=lambda fit: fit.best - fit.here)
+        yield confirmed(
+            ID,
+            f"of {seen} masks that fit their image somewhere, {wrong} do not where they lie: one has a correlation of "
+            f"{example.best:.2f} with its image if it is {example.moved}, and of {example.here:.2f} as it lies",
+            *say_where_made(evidence, pair[0]),
+            where=place_of("", augmenting_line(forward_line(evidence))) or evidence.flow.origin(pair[0]),
+            fix="apply the same transformation, with the same numbers in the same order, to image and target",
+            lasting=True,
+            confidence="likely",  # a fit is what looks like one
+        )
+    elif seen >= 32 and wrong < 0.05 * seen:
+        yield excluded(ID, f"{seen - wrong} of {seen} masks fit their image best where they lie")
+
+
+def masks_of(target: Tensor, image: Tensor) -> Tensor | None:
+    """(B, H, W) of what is marked; None of maps that are pictures themselves, such as the next one of a film."""
+    flat = target if target.dim() == 3 else target[:, 0] if target.shape[1] == 1 else None
+    if flat is None or flat.shape[-2:] != image.shape[-2:] or len(torch.unique(image[:1])) <= 2:
+        return None
+    marks = torch.unique(flat)
+    if len(marks) < 2 or len(marks) > MARKS or not torch.equal(marks, marks.round()):
+        return None
+    return flat != torch.mode(flat.flatten()).values
+
+
+def is_elsewhere(fit: Fit) -> bool:
+    far = bool(fit.turned) or max(abs(fit.down), abs(fit.right)) > NEAR
+    return far and fit.here <= LITTLE * fit.best
+
+
 def look_at_loader(kept: Kept, evidence: Evidence, pair: list[int]) -> None:
     """Samples that a loader has handed out twice, by their numbers: also those of steps that were not taped."""
-    came_back: list = evidence.memory.get("facts", {}).get("_came_back", [])
     shapes = [evidence.slot(slot).shape[1:] for slot in pair]
-    while came_back:
-        then, now = came_back.pop()
+    for then, now in evidence.facts.came_back:
         if [tuple(value.shape) for value in then] == shapes:
             kept.from_loader = True
             compare(kept, (then[0], then[1]), now[0], now[1])

@@ -6,30 +6,17 @@ with one another; in the order of the script's own index, neighbours agree far b
 
 from __future__ import annotations
 
-import linecache
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, undecided
 from gradproof.experiments.flow import Comparison
-from gradproof.experiments.owners import line_that_sets
-from gradproof.experiments.targets import (
-    SHORT_NUMBERS,
-    agreement_with,
-    data_behind,
-    inputs_of,
-    is_computed,
-    nearest_others,
-    send_numbers,
-)
-from gradproof.tape.frames import locals_of
+from gradproof.experiments.instruments.rows import SHORT_NUMBERS, data_behind, send_numbers
+from gradproof.experiments.targets import agreement_with, inputs_of, is_computed, nearest_others
 
 ID = "data-target-misaligned/other-order"
 ROWS = 1500  # compared with one another
@@ -51,8 +38,12 @@ class Found:
 
 def are_targets_in_another_order(evidence: Evidence) -> Iterator[Verdict]:
     """Nearest neighbours among the inputs, and their targets, as they stand and in each order that the script keeps."""
-    orders = evidence.memory.get("facts", {}).get("_orders")
-    if not orders or evidence.memory.get("other order") or len(evidence.flow.forward) > LONGEST:
+    orders = evidence.facts.orders
+    if not orders or evidence.memory.get("other order"):
+        return
+    if len(evidence.flow.forward) > LONGEST:
+        said = f"a forward pass of {len(evidence.flow.forward)} operations is too long to follow rows through"
+        yield undecided("data-target-misaligned", said)
         return
     for comparison in evidence.flow.comparisons:
         if is_computed(evidence, comparison.target):
@@ -63,7 +54,7 @@ def are_targets_in_another_order(evidence: Evidence) -> Iterator[Verdict]:
             found = judge(x, y, unused(evidence, orders), comparison.kind != "value")
             if found is not None:
                 line = evidence.flow.origin(comparison.target, comparison.operation.line)
-                yield verdict_of(found, len(x), line_that_makes(y) or line)
+                yield verdict_of(found, len(x), line_that_makes(evidence, y) or line)
                 return
 
 
@@ -76,6 +67,7 @@ def verdict_of(found: Found, rows: int, where: str | None) -> Verdict:
         fix=f"make the targets row by row from the ids of the inputs, in the order of {found.name}: "
         "[label[id] for id in ids], and not in the order of another table",
         lasting=True,
+        confidence="likely",  # nearest neighbours
     )
 
 
@@ -108,33 +100,13 @@ def unused(evidence: Evidence, orders: list[dict[str, Any]]) -> list[dict[str, A
     return [order for order in orders if not followed(order["places"])]
 
 
-def line_that_makes(y: Tensor) -> str | None:
+def line_that_makes(evidence: Evidence, y: Tensor) -> str | None:
     """Where an object of the script gives an attribute these values, or a function a variable."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        own = frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "gradproof")
-        for name, value in list(locals_of(frame).items()) if own else ():
-            if is_same(value, y):
-                return line_that_assigns(frame, name)
-            for key, kept in (
-                list(getattr(value, "__dict__", {}).items()) if not isinstance(value, type) else ()
-            ):
-                if is_same(kept, y):
-                    return line_that_sets(type(value), key) or None
-        frame = frame.f_back
+    for kept in evidence.facts.ordered_targets:
+        values = kept["values"]
+        if values.shape == y.shape and torch.equal(values.to(y), y):
+            return kept["line"] or None
     return None
-
-
-def is_same(value: Any, y: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == y.shape and torch.equal(value.detach().to(y), y)
-
-
-def line_that_assigns(frame: FrameType, name: str) -> str | None:
-    """The last line above the one that runs that gives a variable its value."""
-    file, first = frame.f_code.co_filename, max(frame.f_code.co_firstlineno, 1)
-    made = re.compile(rf"^[^=(]*\b{re.escape(name)}\b[^=(]*=(?!=)")
-    numbers = [n for n in range(first, frame.f_lineno) if made.search(linecache.getline(file, n))]
-    return f"{file.rsplit('/', 1)[-1]}:{numbers[-1]}" if numbers else None
 
 
 def whole_tables(evidence: Evidence, comparison: Comparison, lengths: set[int]) -> Iterator[tuple[int, int]]:

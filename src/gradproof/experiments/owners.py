@@ -1,191 +1,159 @@
-"""Does the optimizer hold what the loss wants to change? Judged by the identity of tensors."""
+"""Is everything trained that the loss wants to change? Judged by the identity of tensors, and by what ever changed."""
 
 from __future__ import annotations
 
-import gc
-import inspect
-import os
-import re
-import sys
 from collections.abc import Iterator
-from types import FrameType
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
-from gradproof.tape.frames import locals_of
-from gradproof.tape.operations import references
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
+from gradproof.experiments.flow import VIEWS
+from gradproof.experiments.instruments.update import (
+    doubles,
+    has_gradient,
+    held,
+    is_by_hand,
+    is_copy,
+    line_of_optimizer,
+    named_parameters,
+    read_update,
+    shown,
+)
+from gradproof.tape.roles import find_unknown_parameters, reaches_unread
 
-WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-TIMES = 2  # taped steps with a gradient and without an update before it is said
+FAMILY = "param-not-updated"
+UNFREEZE = (
+    'after unfreezing, optimizer.add_param_group({"params": ...}), or make the optimizer of all parameters from the '
+    "start: frozen ones have no gradient and are passed over"
+)
+TIMES = 2  # looks at a converted parameter: it has a gradient, and stays as it was at the last look
 
 
 def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
-    """Parameters that get a gradient and belong to no optimizer that steps, and why."""
-    held = {id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"]}
-    named = named_parameters(evidence)
-    wanting = {name: p for name, p in named.items() if has_gradient(p) and id(p) not in held}
-    unknown = unknown_parameters(evidence, set(named))
-    count = evidence.memory.setdefault("owners", {})
-    for name in {*wanting, *unknown}:
-        count[name] = count.get(name, 0) + 1
-    missing = [name for name in (*wanting, *unknown) if count[name] >= TIMES]
-    missing = [name for name in missing if not is_copy(evidence, named, name)]
+    """Parameters that get a gradient and stay as they are, and why; else those that are frozen as they were made."""
+    yield from first_of(look(evidence) for look in (plain_tensor, never_changed, frozen_in_between))
+
+
+def never_changed(evidence: Evidence) -> Verdict | None:
+    """Parameters that get a gradient, that nobody has changed since they were seen, and that no optimizer holds.
+
+    What was frozen is not trained by an optimizer that held it before; of updates by hand nobody knows what they hold.
+    """
+    known = evidence.memory.setdefault("changed", {"frozen": set(), "ever": set()})
+    known["ever"].update(evidence.slot(slot).name for slot in evidence.tape.stepped)
+    named, by_hand, owned = named_parameters(evidence), is_by_hand(evidence), list(held(evidence))
+    unknown = find_unknown_parameters(evidence.tape, set(named))
+    reached = [name for name, parameter in named.items() if has_gradient(parameter)]
+    still = [name for name in reached if name not in known["ever"]]
+    lost = [name for name in still if name in known["frozen"] and named[name].requires_grad]
+    if by_hand:
+        missing = [name for name in still if not is_data(evidence, named[name])]
+    else:
+        ids = set(map(id, owned))
+        free = [*(name for name in reached if id(named[name]) not in ids), *unknown]
+        free = [name for name in free if name not in evidence.facts.waiting]
+        missing = lost or [name for name in free if not is_copy(evidence, named, name)]
+    frozen = {name for name, parameter in named.items() if not parameter.requires_grad}
+    known["frozen"] |= frozen
+    known["ever"] -= frozen  # by an optimizer of an earlier stage
+    if by_hand and not evidence.tape.stepped:
+        return None  # an update that changes nothing leaves nothing out
     if not missing:
-        return
-    orphans = [p for o in evidence.optimizers for g in o.param_groups for p in g["params"]]
-    orphans = [p for p in orphans if p.grad is None and id(p) not in {id(q) for q in named.values()}]
-    places = [unknown.get(name, name) for name in missing]
-    shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-    lines = [f"{shown} get a gradient at every step and no optimizer changes them"]
+        said = f"the update changes all of {len(known['ever'])} parameters"
+        return excluded(f"{FAMILY}/left-out", said) if by_hand else None
+    places = list(dict.fromkeys(unknown.get(name, name) for name in missing))
+    places = [p for p in places if not any(other.startswith(f"{p}.") for other in places)]  # named already
+    lines = [f"{shown(places)} get a gradient, and no {'update' if by_hand else 'optimizer'} changes them"]
+    id_, fix = "not-in-optimizer", f"give the optimizer {shown(places)} too"
     where, line = places[0], line_of_optimizer(evidence)
-    if orphans:
+    orphans = set(map(id, (p for p in owned if p.grad is None))) - set(map(id, named.values()))
+    if by_hand:
+        id_, line = "left-out", read_update(evidence.tape).line
+        fix = f"let the update at {line or 'the end of the step'} change {shown(places)}, too"
+    elif lost:
+        id_, fix = "unfrozen", UNFREEZE
+        lines.append(f"they were frozen, and require a gradient since step {evidence.step} at the latest")
+    elif orphans:
         id_, fix = "replaced", "make the optimizer after the model has its final layers"
         lines.append(f"{len(orphans)} tensors that the optimizer holds are no longer part of the model")
-    elif all(name in unknown for name in missing) and (holder := find_plain_holder(evidence)) is not None:
+    elif all(name in unknown for name in missing) and evidence.facts.holders:
+        holder = evidence.facts.holders[0]
         id_ = "unregistered"
         fix = "keep submodules in nn.ModuleList or nn.ModuleDict, parameters in nn.Parameter"
-        lines.append(f"model.parameters() does not list them: {holder[0]} is a plain {holder[1]}")
-        where, line = holder[0], holder[2]
+        lines.append(f"model.parameters() does not list them: {holder['path']} is a plain {holder['kind']}")
+        where, line = holder["path"], holder["line"]
     elif all(name in unknown for name in missing):
         shapes = {tuple(slot.shape) for slot in evidence.tape.parameters if slot.name in missing}
-        strangers = find_strangers({id(p) for p in named.values()}, held, shapes)
-        if strangers and not any(module.training for _, module in strangers):
-            return  # a model that only judges, in eval mode: nobody meant to train it
-        where = strangers[0][0] if strangers else places[0]
-        id_, fix = "not-in-optimizer", f"give an optimizer the parameters of {where} too"
+        strangers = [s for s in evidence.facts.strangers if not shapes.isdisjoint(map(tuple, s["shapes"]))]
+        if strangers and not any(stranger["training"] for stranger in strangers):
+            return None  # a model that only judges, in eval mode: nobody meant to train it
+        where = strangers[0]["name"] if strangers else places[0]
+        fix = f"give an optimizer the parameters of {where} too"
         lines += ["two optimizers hold the same parameters"] if doubles(evidence) else []
-    else:
-        id_, fix = "not-in-optimizer", f"give the optimizer {shown} too"
-    where = f"{where} ({line})" if line else where
-    yield confirmed(f"param-not-updated/{id_}", *lines, where=where, fix=fix, lasting=True)
+    return not_trained(id_, lines, where, line, fix)
 
 
-def line_of_optimizer(evidence: Evidence) -> str:
-    """Where the optimizer was made; of several, one that holds what another holds already, or one that stepped."""
-    made: dict[int, str] = evidence.memory.get("facts", {}).get("_optimizers_made", {})
-    ordered = (*doubles(evidence), *at_work(evidence), *evidence.optimizers)
-    return next((line for o in ordered if (line := made.get(id(o), ""))), "")
+def is_data(evidence: Evidence, leaf: Tensor) -> bool:
+    """A leaf with a row for each row of the loss: a batch whose own gradient is wanted, not something to train."""
+    rows = {evidence.slot(s).shape[0] for s in evidence.roles.prediction_slots if evidence.slot(s).shape}
+    return leaf.dim() > 0 and len(leaf) > 1 and len(leaf) in rows
 
 
-def at_work(evidence: Evidence) -> list[torch.optim.Optimizer]:
-    """The optimizers that stepped on this tape."""
-    named = named_parameters(evidence)
-    stepped = {id(named[name]) for s in evidence.tape.stepped if (name := evidence.slot(s).name) in named}
-    return [
-        o for o in evidence.optimizers if any(id(p) in stepped for g in o.param_groups for p in g["params"])
-    ]
-
-
-def doubles(evidence: Evidence) -> list[torch.optim.Optimizer]:
-    """Optimizers that were made later and hold tensors of an earlier one."""
-    seen: set[int] = set()
-    found = []
-    order = list(evidence.memory.get("facts", {}).get("_optimizers_made", {}))
-    for optimizer in sorted(evidence.optimizers, key=lambda o: order.index(id(o)) if id(o) in order else 0):
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if own & seen:
-            found.append(optimizer)
-        seen |= own
-    return found
-
-
-def find_plain_holder(evidence: Evidence) -> tuple[str, str, str] | None:
-    """A list or dict of modules that is an attribute of a module: its path, what it is, where the class sets it."""
-    for prefix, root in evidence.models.items():
-        for path, module in root.named_modules():
-            for name, value in vars(module).items():
-                if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
-                    continue
-                members = value.values() if isinstance(value, dict) else value
-                if any(isinstance(member, (nn.Module, nn.Parameter)) for member in members):
-                    whole = ".".join(part for part in (prefix, path, name) if part)
-                    return whole, type(value).__name__, line_that_sets(type(module), name)
+def plain_tensor(evidence: Evidence) -> Verdict | None:
+    """nn.Parameter(…).to(…) is a plain tensor that the model reads, and the Parameter is nobody's."""
+    if not reaches_unread(evidence.tape, set(named_parameters(evidence))):
+        return None
+    seen = evidence.memory.setdefault("converted", {})
+    for kept in evidence.facts.converted:
+        name = kept["name"]
+        looks, before = seen.get(name, (0, kept["size"]))
+        # one that somebody changes by hand is never looked at again
+        looks = looks + 1 if before == kept["size"] else -(10**9)
+        seen[name] = (looks, kept["size"])
+        if looks >= TIMES:
+            said = [
+                f"{name} {kept['shape']} is a plain tensor that {kept['how']} made of an nn.Parameter: "
+                "model.parameters() does not list it, and the Parameter is in no module and no optimizer",
+                f"the Parameter has a gradient (norm {kept['gradient']:.3g}) and never changes",
+            ]
+            fix = (
+                f"convert first, then wrap: {name.rpartition('.')[2]} = nn.Parameter(values.to(...)), or move the "
+                "whole model with model.to(...)"
+            )
+            return not_trained("plain-tensor", said, name, kept["line"], fix)
     return None
 
 
-def line_that_sets(owner: type, name: str) -> str:
-    """The line of a class's source that gives `self.name` its value."""
-    try:
-        lines, first = inspect.getsourcelines(owner)
-        file = inspect.getsourcefile(owner) or ""
-    except (OSError, TypeError):
-        return ""
-    number = next(
-        (i for i, text in enumerate(lines, first) if re.search(rf"self\.{name}\b[^=]*=", text)), None
-    )
-    return f"{os.path.basename(file)}:{number}" if number is not None else ""
+def not_trained(what: str, said: list[str], where: str, line: str, fix: str) -> Verdict:
+    place = f"{where} ({line})" if line else where
+    # proven: whose tensors they are
+    return confirmed(f"{FAMILY}/{what}", *said, where=place, fix=fix, lasting=True, confidence="proven")
 
 
-def find_strangers(
-    known: set[int], held: set[int], shapes: set[tuple[int, ...]]
-) -> list[tuple[str, nn.Module]]:
-    """Models with gradients of these shapes whose parameters nobody knows or holds, as the script names them."""
-    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
-    inner = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
-    found = []
-    for module in modules:
-        own = [p for p in module.parameters() if has_gradient(p)] if id(module) not in inner else []
-        fits = bool(own) and not shapes.isdisjoint(tuple(p.shape) for p in own)
-        if fits and not any(id(p) in known or id(p) in held for p in own):
-            found.append((variable_of(module) or type(module).__name__, module))
-    return found
-
-
-def variable_of(value: object) -> str | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "gradproof"):
-            for name, found in (*locals_of(frame).items(), *frame.f_globals.items()):
-                if found is value and not name.startswith("_"):
-                    return name
-        frame = frame.f_back
+def frozen_in_between(evidence: Evidence) -> Verdict | None:
+    """A frozen matrix with trained ones before and behind it, still at the random values that it was made with."""
+    facts = evidence.facts
+    if any(load.get("fitting") for load in facts.loads) or facts.optimizer_states.get("in_files"):
+        return None  # something was loaded: what is frozen may be what was learned before
+    named, ids = named_parameters(evidence), set(map(id, held(evidence)))  # now or before
+    order: dict[str, bool] = {}  # matrices in the order of use -> trained
+    for op in evidence.flow.layers:
+        for slot in (evidence.flow.behind(s, VIEWS) for s in op.reads):
+            name = evidence.slot(slot).name
+            if name in named and named[name].dim() >= 2:
+                order.setdefault(name, named[name].requires_grad or id(named[name]) in ids)
+    names = list(order)
+    for place, name in enumerate(names):
+        between = any(order[n] for n in names[:place]) and any(order[n] for n in names[place + 1 :])
+        if not order[name] and between and not is_copy(evidence, named, name):
+            line = next(iter(facts.lines.get("requires_grad_", ())), "")
+            return confirmed(
+                f"{FAMILY}/frozen",
+                f"{name} is frozen at its first values, with trained layers before and behind it; nothing was loaded",
+                where=f"{name} ({line})" if line else name,
+                fix=f"set requires_grad_(True) for {name}, or load the weights that are to stay",
+                level="warning",
+                confidence="possible",
+                if_troubled=True,
+            )
     return None
-
-
-def named_parameters(evidence: Evidence) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for prefix, root in evidence.models.items():
-        for name, parameter in root.named_parameters():
-            clean = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            found[f"{prefix}.{clean}" if prefix else clean] = parameter
-    return found
-
-
-def has_gradient(parameter: Tensor) -> bool:
-    gradient = parameter.grad
-    return gradient is not None and (gradient.is_sparse or bool((gradient != 0).any()))
-
-
-def unknown_parameters(evidence: Evidence, known: set[str]) -> dict[str, str]:
-    """Parameters on the tape that a module reads, that got a gradient, and that no model lists: name -> place."""
-    tape = evidence.tape
-    got = {slot for call in tape.backwards for _, slot, _ in call.contributions}
-    found = {}
-    for slot in tape.parameters:
-        if slot.index not in got or slot.index in tape.stepped or slot.name in known:
-            continue
-        for operation in tape.operations:
-            if operation.phase == "forward" and any(
-                ref.slot == slot.index for ref in references((operation.args, operation.kwargs))
-            ):
-                if operation.module:
-                    found[slot.name] = operation.module
-                break
-    return found
-
-
-def is_copy(evidence: Evidence, named: dict[str, Tensor], name: str) -> bool:
-    """A teacher or target network: another part with the same names and shapes is trained, and this one follows it."""
-    part = name.partition(".")[0]
-    mine = shapes_of(named, part)
-    held = {id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"]}
-    others = {other.partition(".")[0] for other, parameter in named.items() if id(parameter) in held}
-    return len(mine) >= 2 and any(other != part and shapes_of(named, other) == mine for other in others)
-
-
-def shapes_of(named: dict[str, Tensor], part: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes below a part with layers of its own; empty for a single layer."""
-    found = {n[len(part) + 1 :]: tuple(p.shape) for n, p in named.items() if n.startswith(f"{part}.")}
-    return found if any("." in name for name in found) else {}

@@ -39,6 +39,7 @@ def do_the_players_disagree(evidence: Evidence) -> Iterator[Verdict]:
             where=place_of("", where),
             fix=f"train the generator with the label {1 - round(seen['judge'])}",
             lasting=True,
+            confidence="proven",  # what each step asks of whose weights
         )
     else:
         text = f"fakes are called {seen['judge']:g} by the discriminator's loss, {seen['maker']:g} by the generator's"

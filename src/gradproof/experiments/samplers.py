@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.provenance import read
+from gradproof.experiments.instruments.source import read
 from gradproof.tape.operations import Line
 
 FAMILY = "data-order-or-sampling"
@@ -20,9 +20,8 @@ FITS = 0.98  # of the spread of the weights' logarithms that a power of the coun
 
 def are_rare_classes_drawn_more_often(evidence: Evidence) -> Iterator[Verdict]:
     """Class frequencies for weights, where their inverses were meant; and weights for classes in place of samples."""
-    known = evidence.memory.get("facts", {}).get("_samplers", [])
-    while known:
-        yield from judge(known.pop(0))
+    for sampler in evidence.facts.samplers:
+        yield from judge(sampler)
 
 
 def judge(sampler: dict[str, Any]) -> Iterator[Verdict]:
@@ -108,14 +107,15 @@ def say_mix(counts: np.ndarray, means: np.ndarray) -> str:
 
 def too_few_weights(sampler: dict[str, Any], where: str | None) -> Verdict:
     weights, samples = sampler["weights"], sampler["samples"]
-    classes = {len(np.unique(labels)) for labels in sampler["labels"]}
+    of_classes = len(weights) in {len(np.unique(labels)) for labels in sampler["labels"]}
     return confirmed(
         f"{FAMILY}/weights-of-classes",
         f"the sampler has {len(weights)} weights for {samples} samples: only the first {len(weights)} are ever drawn",
         where=where,
         fix="give the sampler a weight for each sample: class_weights[labels]",
-        level="problem" if len(weights) in classes or len(weights) < 0.1 * samples else "warning",
+        level="problem" if of_classes or len(weights) < 0.1 * samples else "warning",
         lasting=True,
+        confidence="proven" if of_classes else "likely",  # the numbers that the sampler was given
     )
 
 
@@ -128,6 +128,7 @@ def without_effect(sampler: dict[str, Any], where: str | None) -> Verdict:
         fix="draw with replacement=True",
         level="warning",
         lasting=True,
+        confidence="proven",  # what the sampler was given
     )
 
 
@@ -140,10 +141,7 @@ def place_of_weights(line: Line) -> str:
 
 
 def lines_of_weights(line: Line) -> list[int]:
-    try:
-        source = read(line.file)
-    except (SyntaxError, ValueError, RecursionError):
-        return []
+    source = read(line.file)
     statement = source.statement_at(line.number)
     for node in ast.walk(statement) if statement is not None else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("WeightedRandomSampler"):

@@ -1,4 +1,4 @@
-"""Are the numbers of a size that a network can take? Inputs and targets as they are fed in, against its own."""
+"""Are the numbers of a size that a network can take, and do they vary? Inputs and targets as they are fed in."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.flow import VIEWS, Comparison, Flow
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded
+from gradproof.experiments.flow import VIEWS, Comparison, Flow, place_of_data
+from gradproof.experiments.instruments.source import say_where_made
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.provenance import say_where_made
 from gradproof.experiments.targets import LATE, share_learned
+from gradproof.tape.operations import Operation
+
+
+def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, of_their_size, that_hardly_vary))
+
 
 FAMILY = "input-or-target-scale"
 LARGE = 30.0  # root mean square of a feature; standardised ones have 1
@@ -20,15 +26,11 @@ TINY = 0.02
 HUGE = 100.0  # so large that a troubled run needs no other reason
 LITTLE = 0.2  # of the targets' variance or entropy explained, late
 NORMS = {
-    "native_batch_norm",
-    "native_layer_norm",
-    "_native_batch_norm_legit",
-    "native_group_norm",
-    "cudnn_batch_norm",
-}
+    "native_batch_norm", "native_layer_norm", "_native_batch_norm_legit", "native_group_norm", "cudnn_batch_norm",
+}  # fmt: skip
 
 
-def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
+def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
     """Pixels up to 255, raw features, raw targets, targets of a yes-or-no loss that are neither."""
     flow = evidence.flow
     values = flow.values([*flow.inputs, *(c.target for c in flow.comparisons)])
@@ -73,6 +75,8 @@ def of_first_layer(evidence: Evidence) -> Verdict | None:
             shape = evidence.slot(slot).shape
             if slot in flow.tracked or slot in flow.weights or len(shape) < 2 or shape[0] < 2:
                 continue
+            if evidence.slot(slot).is_sparse:
+                return None
             value = flow.values([slot]).get(slot)
             if value is None or not value.is_floating_point() or not value.numel() or op.name in NORMS:
                 return None
@@ -104,6 +108,7 @@ def of_yes_or_no(evidence: Evidence, comparison: Comparison, target: Tensor) -> 
             where=evidence.flow.origin(comparison.target, comparison.operation.line),
             fix=f"divide the targets by {high:.4g}" if low >= 0 else "bring the targets to 0 … 1",
             lasting=True,
+            confidence="proven",  # outside, the loss has no bound
         )
 
 
@@ -138,7 +143,7 @@ def explain(evidence: Evidence, learned: float | None) -> list[str]:
 def harm(learned: float | None, size: float) -> dict[str, Any]:
     """A problem where next to nothing is learned; elsewhere one only if the run is in trouble."""
     stuck = learned is not None and learned < LITTLE
-    return {"if_troubled": not stuck, "confidence": "proven" if stuck or size > HUGE else "likely"}
+    return {"if_troubled": not stuck, "confidence": "likely" if stuck or size > HUGE else "possible"}
 
 
 def is_mask(value: Tensor) -> bool:
@@ -186,3 +191,87 @@ def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | Non
 def _is_normalised(flow: Flow, slot: int) -> bool:
     """Whether the first thing the network does is to normalise."""
     return any(op.name in NORMS and flow.behind(op.reads[0], VIEWS) == slot for op in flow.operations)
+
+
+# how much they vary -----------------------------------------------------------------------------------------
+
+HARDLY = 0.02  # of an input's size that is not the same for all samples
+FEWEST = 8  # samples
+SHRINKS = 0.1  # a factor that makes numbers ten times smaller or more
+
+
+def that_hardly_vary(evidence: Evidence) -> Iterator[Verdict]:
+    """What the first layer reads, less what is the same for all samples, against its size."""
+    found = first_read(evidence.flow)
+    if found is None:
+        return
+    op, slot, value = found
+    share, left = share_that_varies(value.double())
+    if left == 0 or share >= HARDLY:  # all the same: nothing is meant to be in it
+        if share >= 0.2:
+            yield excluded(
+                f"{FAMILY}/hardly-varies",
+                f"{100 * share:.0f} % of the first layer's input differ between samples",
+            )
+        return
+    scalings = [*shrinkings(evidence.flow, slot)]
+    place = scalings[0][0].line if scalings else evidence.flow.origin_line(slot, op.line)
+    stuck = is_nothing_learned(evidence)
+    yield confirmed(
+        f"{FAMILY}/hardly-varies",
+        f"the first layer is given much the same for all of {len(value)} samples: numbers of the size "
+        f"{float(value.double().square().mean().sqrt()):.3g}, of which {left:.2g} ({100 * share:.2g} %) differ",
+        *(f"multiplied by {factor:.3g} at {place_of_data(s.line)}" for s, factor in scalings if s.line),
+        *say_where_made(evidence, slot),
+        where=place_of_data(place) if place is not None else None,
+        fix="scale the inputs once: a division by 255 beside that of ToTensor (or a mean and deviation of other units) "
+        f"is one too many; as they are, they want (x - mean) / {left:.2g}",
+        confidence="likely" if stuck else "possible",
+        if_troubled=not stuck,
+    )
+
+
+def first_read(flow: Flow) -> tuple[Operation, int, Tensor] | None:
+    """(layer, slot, value): the batch as the first layer reads it, unless that normalises or looks rows up."""
+    for op in flow.layers:
+        for slot in op.reads:
+            shape = flow.tape.slots[slot].shape
+            if slot in flow.tracked or slot in flow.weights or len(shape) < 2 or shape[0] < FEWEST:
+                continue
+            if flow.tape.slots[slot].is_sparse:
+                return None
+            value = flow.values([slot]).get(slot)
+            if value is None or not value.is_floating_point() or not value.numel() or op.name in NORMS:
+                return None
+            normalised = any(n.name in NORMS and op.makes[0] in n.reads[:1] for n in flow.operations)
+            return None if normalised else (op, slot, value)
+    return None
+
+
+def share_that_varies(value: Tensor) -> tuple[float, float]:
+    """(share of the size that differs between samples, how much that is): less the mean sample."""
+    size = float(value.square().mean().sqrt())
+    left = float((value - value.mean(0)).square().mean().sqrt())
+    return (left / size if size > 0 else 0.0), left
+
+
+def shrinkings(flow: Flow, slot: int) -> Iterator[tuple[Operation, float]]:
+    """Multiplications by a small number on the way of a batch, the last one first."""
+    for _ in range(64):
+        maker = flow.maker(slot)
+        if maker is None or not maker.reads:
+            return
+        number = next((a for a in maker.args[1:2] if isinstance(a, (int, float)) and a), None)
+        name = maker.name.rstrip("_")
+        factor = {"mul": number, "div": 1 / number}.get(name) if number else None
+        if factor is not None and abs(factor) <= SHRINKS:
+            yield maker, factor
+        slot = maker.reads[0]
+
+
+def is_nothing_learned(evidence: Evidence) -> bool:
+    if evidence.step < LATE:
+        return False
+    learned = [share_learned(evidence, comparison) for comparison in evidence.flow.comparisons]
+    known = [share for share in learned if share is not None]
+    return bool(known) and max(known) < LITTLE

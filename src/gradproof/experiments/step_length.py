@@ -6,13 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
+from gradproof.experiments.instruments.weights import take_apart
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.terms import take_apart
 
 SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)
 SHORTER = (1e-3, 1e-5)
 FAR = (10.0, 100.0, 1000.0)
+HORIZON = (
+    10_000  # steps: a training that would lose half of its loss in so many is under way, be its rate low
+)
+RUGGED = 0.1  # of all that the loss does along the step, within a hundred-thousandth of it: no length is short enough
+NOTICED = 1e-5  # of a loss: less may be rounding in float32
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,24 @@ class Probe:
     @property
     def rises(self) -> bool:
         end = self.losses[1.0]
-        return end > self.start + 1e-5 * abs(self.start) + 1e-9 or not math.isfinite(end)
+        return end > self.start + NOTICED * abs(self.start) + 1e-9 or not math.isfinite(end)
 
     @property
     def overshoots(self) -> bool:
         """Downhill at first, however short, and up again, above the start, at the end."""
         least = min(self.losses[share] for share in self.losses if share <= 0.01)
-        return self.rises and least < self.start - 1e-7 * abs(self.start)
+        return self.rises and not self.rugged and least < self.start - NOTICED * abs(self.start)
+
+    @property
+    def rugged(self) -> bool:
+        """Up and down within the shortest share, as far as along the whole step."""
+        shortest = min(self.losses)
+        changes = {
+            share: abs(loss - self.start) for share, loss in self.losses.items() if math.isfinite(loss)
+        }
+        return shortest == min(SHORTER) and changes.get(shortest, 0.0) > RUGGED * max(
+            changes.values(), default=0.0
+        )
 
     @property
     def best(self) -> float:
@@ -51,24 +67,40 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
     """Too long: at half or more of the taped steps the loss falls for a small part of the step and has risen at its
     end. Too short: it still falls at a hundred times the step."""
     if not evidence.updates:
+        yield undecided("lr-too-high", "the step changed no weight, so that there is no way to follow")
         return
     start = evidence.loss_at({})
     if not math.isfinite(start):
+        yield undecided(
+            "lr-too-high", f"the loss of step {evidence.step} is not finite, or could not be replayed"
+        )
         return
     probe = Probe(evidence.step, start, {share: evidence.loss_at(evidence.moved(share)) for share in SHARES})
-    if probe.rises and not probe.overshoots:  # a hundredth of a monstrous step is too long, too
+    if probe.rises:  # a hundredth of a monstrous step is too long, too
         probe.losses.update({share: evidence.loss_at(evidence.moved(share)) for share in SHORTER})
     probes: list[Probe] = evidence.memory.setdefault("line probes", [])
     probes.append(probe)
     over = [p for p in probes if p.overshoots]
     if 2 * len(over) >= len(probes) and over:
         rate, share = largest_lr(evidence), min(p.best for p in over)
-        fix = f"lower the learning rate: about {rate * share:.1e} instead of {rate:.1e}, and warm it up"
+        fix = f"lower the learning rate: about {say_rate(share, rate)}, and warm it up"
         lines = [f"{len(over)} of {len(probes)} taped steps overshoot", *(str(p) for p in over[-2:])]
         lines += say_what_is_summed(evidence)
         rise = sorted(p.losses[1.0] / p.start - 1 for p in over)[len(over) // 2]
         numbers = {"lr_factor": min(share, 0.5), "rise": rise if math.isfinite(rise) else 1e9}
-        yield confirmed("lr-too-high/overshoot", *lines, if_troubled=True, fix=fix, numbers=numbers)
+        yield confirmed(
+            "lr-too-high/overshoot",
+            *lines,
+            if_troubled=True,
+            fix=fix,
+            numbers=numbers,
+            confidence="proven",  # the loss along the step, replayed
+        )
+    elif probe.rugged and probe.rises:
+        yield undecided(
+            "lr-too-high",
+            f"{probe}: it varies as much within a hundred-thousandth of the step as along all of it: none is right",
+        )
     elif not any(p.rises for p in probes):
         reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
         yield excluded(
@@ -97,7 +129,17 @@ def say_what_is_summed(evidence: Evidence) -> list[str]:
 
 
 def largest_lr(evidence: Evidence) -> float:
-    return max(float(group["lr"]) for optimizer in evidence.optimizers for group in optimizer.param_groups)
+    """NaN where a script that changes its parameters itself keeps it to itself."""
+    groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
+    return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+
+
+def say_rate(factor: float, rate: float) -> str:
+    """
+    >>> say_rate(0.1, 0.5), say_rate(0.1, math.nan)
+    ('5.0e-02 instead of 5.0e-01', '0.1 times what it is')
+    """
+    return f"{factor * rate:.1e} instead of {rate:.1e}" if rate > 0 else f"{factor:g} times what it is"
 
 
 def straight_until(start: float, losses: dict[float, float]) -> float:
@@ -115,10 +157,18 @@ def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) 
         text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
         line = f"the loss along the step, followed further: {start:.4g} at 0, {text}"
         best = min(FAR, key=lambda share: losses[share])
-        fix = f"raise the learning rate tenfold at a time: {10 * lr:.1e} instead of {lr:.1e}, then further"
+        fix = f"raise the learning rate tenfold at a time: {say_rate(10, lr)}, then further"
         numbers = {"lr_factor": min(best / 3, 100.0)}
-        crawls = crawls_everywhere(evidence)
-        yield confirmed("lr-too-low/tiny-steps", line, if_troubled=not crawls, fix=fix, numbers=numbers)
+        under_way = (start - losses[10.0]) / 10.0 * HORIZON > 0.5 * abs(start)
+        yield confirmed(
+            "lr-too-low/tiny-steps",
+            line,
+            if_troubled=not crawls_everywhere(evidence),
+            fix=fix,
+            numbers=numbers,
+            level="warning" if under_way else "problem",
+            confidence="likely" if under_way else "proven",  # the loss along the step, replayed
+        )
 
 
 def crawls_everywhere(evidence: Evidence) -> bool:

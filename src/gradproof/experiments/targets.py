@@ -9,18 +9,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
+from gradproof.experiments.evidence import UNDECIDED, Evidence, Verdict, confirmed, excluded, undecided
 from gradproof.experiments.flow import Comparison, Flow, TooLong
+from gradproof.experiments.instruments.rows import SHORT_NUMBERS, data_behind, send_numbers, sources
+from gradproof.experiments.instruments.source import say_where_made
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.provenance import say_where_made
-from gradproof.tape.operators import is_random
 
 FAMILY = "data-target-misaligned"
 MOST = 600  # samples remembered
+FEWEST = 60  # of them, to compare neighbours
 COLUMNS = 256  # of a sample
-SHORT_NUMBERS = 251  # bfloat16 and uint8 hold them all; a prime, so that strides do not repeat them
 MOST_OPERATIONS = 60_000  # replayed for one step: one or two seconds
 WALKED = 8  # operations are walked over, to find what a comparison is made from, while one is replayed
+FEWEST_VIEWS = 8  # of a batch
+PAIRED = 0.9  # of the views: but for a few that augmentation has carried away
+BESIDE = (
+    "mul",
+    "sub",
+    "xlogy",
+    "mse_loss",
+    "kl_div",
+)  # what a divergence, or a difference of scores, is made of
 LATE = 100  # steps after which a network that can learn has learned something
 
 
@@ -30,7 +39,7 @@ def do_targets_belong_to_inputs(evidence: Evidence) -> Iterator[Verdict]:
     try:
         with flow.at_most(MOST_OPERATIONS):
             for verdict in judge_targets(evidence):
-                evidence.memory["targets judged"] = True
+                evidence.memory["targets judged"] = verdict.verdict != UNDECIDED
                 yield verdict
     except TooLong:
         if not evidence.memory.get("targets judged"):  # what an earlier step has shown stays said
@@ -42,12 +51,13 @@ def judge_targets(evidence: Evidence) -> Iterator[Verdict]:
     flow = evidence.flow
     for comparison in flow.comparisons:
         flow.spend(len(flow.forward) // WALKED)
-        for judge in (are_targets_noise, do_rows_match, is_the_target_in_the_input):
+        for judge in (are_targets_noise, do_rows_match, is_the_target_in_the_input, are_pairs_of_one_sample):
             verdict = judge(flow, comparison)
             if verdict is not None:
                 yield verdict
                 if verdict.id:
                     return
+    yield from do_two_targets_agree(evidence)
     yield from do_neighbours_agree(evidence)
 
 
@@ -65,23 +75,8 @@ def are_targets_noise(flow: Flow, comparison: Comparison) -> Verdict | None:
         where=place_of("", line),
         fix="compare with the noise that went into the input: draw it once and use it twice",
         lasting=True,
+        confidence="proven",  # nothing that it was made from is in the prediction
     )
-
-
-def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:
-    """What a slot was made from: input leaves, and operations that drew random numbers."""
-    needed, leaves, drawn = {slot}, set(), set()
-    for op in reversed(flow.forward):
-        touched = (*flow.makes(op), *op.writes)
-        if needed.isdisjoint(touched):
-            continue
-        if is_random(op.func, op.args, op.kwargs):
-            drawn.add(op.index)
-            needed.difference_update(touched)
-        else:
-            needed.update(flow.reads(op))
-    leaves = {leaf.index for leaf in flow.tape.inputs if leaf.index in needed}
-    return leaves, drawn
 
 
 def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
@@ -97,7 +92,7 @@ def do_rows_match(flow: Flow, comparison: Comparison) -> Verdict | None:
                 if sent is None or len(sent[0]) == rows:
                     continue
                 whole = send_numbers(flow, (first, second), ends, rows)
-                found = _verdict_on_rows(flow, ends[1], *sent, whole)
+                found = _verdict_on_rows(flow, ends[1], sent, whole)
                 if halves and found is not None and found.id:  # the other half may be another of its class
                     return replace(found, if_troubled=True, confidence="likely")
                 return found
@@ -123,21 +118,11 @@ def is_diagonal(flow: Flow, comparison: Comparison) -> bool:
     return labels is not None and torch.equal(labels.cpu().long(), torch.arange(shape[0]))
 
 
-def send_numbers(
-    flow: Flow, leaves: tuple[int, int], ends: tuple[int, int], modulus: int
-) -> tuple[Tensor, Tensor] | None:
-    """Each row's number modulo `modulus`, put in place of the data, as it arrives at both ends."""
-    found = flow.values(list(ends), {leaf: _row_numbers(flow, leaf, modulus) for leaf in leaves})
-    if not all(end in found for end in ends):
-        return None
-    a, b = (_as_rows(found[end], modulus) for end in ends)
-    return None if a is None or b is None or len(a) != len(b) or len(a) < 4 else (a, b)
-
-
 def _verdict_on_rows(
-    flow: Flow, target: int, a: Tensor, b: Tensor, whole: tuple[Tensor, Tensor] | None
+    flow: Flow, target: int, sent: tuple[Tensor, ...], whole: tuple[Tensor, ...] | None
 ) -> Verdict | None:
     """From the numbers of the rows modulo SHORT_NUMBERS, and, to show, the `whole` numbers if they got through."""
+    a, b = sent
     wrong = float((a != b).double().mean())
     if wrong == 0:
         return excluded(
@@ -161,37 +146,8 @@ def _verdict_on_rows(
         where=flow.origin(target),
         fix="index inputs and targets with the same rows",
         lasting=True,
+        confidence="proven",  # the numbers of the rows were sent along
     )
-
-
-def data_behind(flow: Flow, slot: int) -> list[int]:
-    """The leaves that a batch was cut from, row by row; not those that said which rows."""
-    waiting, seen = [slot], {slot}
-    while waiting:
-        maker = flow.maker(waiting.pop())
-        if maker is None:
-            continue
-        reads = flow.reads(maker)
-        reads = reads[:1] if maker.name.startswith(("index", "gather", "take")) else reads
-        waiting += [read for read in reads if read not in seen]
-        seen.update(reads)
-    size = (*flow.tape.slots[slot].shape, 1)[0]
-    leaves = [leaf for leaf in flow.tape.inputs if leaf.index in seen and leaf.index != slot]
-    kept = flow.tape.memory_of  # of a large data set, only the batch is on the tape
-    return [leaf.index for leaf in leaves if leaf.index in kept and leaf.shape and leaf.shape[0] > size]
-
-
-def _row_numbers(flow: Flow, leaf: int, modulus: int) -> Tensor:
-    slot = flow.tape.slots[leaf]
-    numbers = (torch.arange(slot.shape[0], device=slot.device) % modulus).to(slot.dtype)
-    return numbers.reshape(-1, *[1] * (len(slot.shape) - 1)).expand(slot.shape).contiguous()
-
-
-def _as_rows(value: Tensor, rows: int) -> Tensor | None:
-    """Row numbers that came through unchanged; None when something was done to them on the way."""
-    flat = value.reshape(value.shape[0], -1).double()
-    whole = bool((flat == flat[:, :1]).all()) and bool((flat == flat.round()).all())
-    return flat[:, 0] if whole and bool(((flat >= 0) & (flat < rows)).all()) else None
 
 
 def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | None:
@@ -220,8 +176,98 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
                 where=flow.origin(target, comparison.operation.line),
                 fix="take the target from behind the window, or its column out of the inputs",
                 lasting=True,
+                confidence="proven",  # equal to the last bit
             )
     return None
+
+
+def are_pairs_of_one_sample(flow: Flow, comparison: Comparison) -> Verdict | None:
+    """Of scores between all views of a batch, each row's right answer should be the other view of its sample.
+
+    Views of one sample are nearer to each other than to any other: where they lie two by two, and never where the
+    targets say, halves were taken for neighbours, or neighbours for halves.
+    """
+    shape = flow.tape.slots[comparison.prediction].shape
+    if comparison.kind != "class" or len(shape) != 2 or shape[0] != shape[1] or shape[0] < FEWEST_VIEWS:
+        return None
+    slots = [s for s in inputs_of(flow, comparison) if flow.tape.slots[s].dtype.is_floating_point]
+    found = flow.values([comparison.target, *slots])
+    labels, views = found.get(comparison.target), [found[s].detach() for s in slots if s in found]
+    if labels is None or not views or sum(len(view) for view in views) != len(labels):
+        return None
+    if len({view.shape[1:] for view in views}) > 1 or sorted(labels.tolist()) != list(range(len(labels))):
+        return None
+    flat = torch.cat(views).reshape(len(labels), -1)
+    near, rows = nearest_others(flat[:, :: max(1, flat.shape[1] // COLUMNS)].double().cpu()), labels.cpu()
+    each_other = float((near[near] == torch.arange(len(near))).double().mean())
+    meant = float((near == rows).double().mean())
+    if each_other < PAIRED:
+        return None
+    said = f"of {len(near)} views {100 * each_other:.0f} % lie nearest to each other, two by two"
+    if meant > 0.5:
+        return excluded(
+            f"{FAMILY}/views-of-another-sample", f"{said}, and {100 * meant:.0f} % as the loss wants"
+        )
+    if meant > 1 - PAIRED:
+        return None
+    first = ", ".join(f"{row} with {int(near[row])} and not {int(rows[row])}" for row in range(3))
+    return confirmed(
+        f"{FAMILY}/views-of-another-sample",
+        f"{said}, and {100 * meant:.0f} % of those are what the loss takes for views of one sample: {first}, …",
+        where=flow.origin(slots[0], comparison.operation.line),
+        fix="put the views in the order that the loss expects: all first views, then all second ones (torch.cat), or "
+        "neighbours (torch.stack(dim=1))",
+        lasting=True,
+        confidence="likely",  # near is what looks alike
+    )
+
+
+def do_two_targets_agree(evidence: Evidence) -> Iterator[Verdict]:
+    """Labels, and probabilities that somebody stored for the same samples, should say the same more often than not."""
+    flow = evidence.flow
+    for comparison in (c for c in flow.comparisons if c.kind == "class"):
+        shape = flow.tape.slots[comparison.prediction].shape
+        stored = stored_beside(flow, shape) if len(shape) == 2 else []
+        for slot in [s for s in stored if not is_computed(evidence, s)][
+            :1
+        ]:  # a network may still have to learn
+            found = flow.values([comparison.target, slot])
+            if len(found) < 2:
+                continue
+            kept = evidence.memory.setdefault(f"two targets {comparison.operation.line}", [])
+            kept.append((found[comparison.target].cpu(), found[slot].argmax(1).cpu()))
+            labels, others = (torch.cat(part) for part in zip(*kept, strict=True))
+            shares = [
+                torch.bincount(part.clamp(min=0), minlength=shape[1]) / len(part) for part in (labels, others)
+            ]
+            chance = float((shares[0] * shares[1]).sum())
+            share = float((labels == others).double().mean())
+            z = (share - chance) / math.sqrt(max(chance * (1 - chance), 1e-9) / len(labels))
+            said = f"labels and stored targets of one prediction agree in {100 * share:.0f} % of {len(labels)} rows"
+            if z > 5:
+                yield excluded(f"{FAMILY}/two-targets", said)
+            elif z < 2.5 and len(labels) >= 100 and chance < 0.5:
+                yield confirmed(
+                    f"{FAMILY}/two-targets",
+                    f"{said}, by chance {100 * chance:.0f} %: they are those of other samples",
+                    *say_where_made(evidence, slot),
+                    where=flow.origin(slot, comparison.operation.line),
+                    fix="store targets in the order in which they are looked up: make them with a loader that does not "
+                    "shuffle, or by the number of the sample",
+                    confidence="likely",
+                )
+
+
+def stored_beside(flow: Flow, shape: tuple[int, ...]) -> list[int]:
+    """Scores or probabilities (samples, classes) without gradient that the loss puts beside the prediction."""
+    found = []
+    for op in flow.operations:
+        reads = flow.reads(op)
+        if op.name not in BESIDE or flow.tail.isdisjoint([*reads, *flow.makes(op)]):
+            continue
+        found += [s for s in reads if s not in flow.tracked and flow.tape.slots[s].shape == shape]
+    floating = (s for s in dict.fromkeys(found) if flow.tape.slots[s].dtype.is_floating_point)
+    return [s for s in floating if any(leaf in flow.tape.memory_of for leaf in sources(flow, s)[0])]
 
 
 def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
@@ -237,13 +283,18 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     x, y = found.get(slot), found.get(comparison.target)
     if x is None or y is None or y.numel() != x.shape[0] or x.dim() < 2:
         return
-    kept = evidence.memory.setdefault("neighbours", {"x": [], "y": [], "count": 0})
+    place = f"neighbours {x.shape[1:]} {comparison.operation.line}"  # of two networks, each has its own
+    kept = evidence.memory.setdefault(place, {"x": [], "y": [], "count": 0})
     if kept["count"] < MOST:
         flat = x.reshape(len(x), -1)
         kept["x"].append(flat[:, :: max(1, flat.shape[1] // COLUMNS)].double().cpu())
         kept["y"].append(y.reshape(-1).double().cpu())
         kept["count"] += len(x)
-    if kept["count"] < 60:
+    judged = evidence.memory.get("targets judged")  # what the rows have shown needs no neighbours
+    if kept["count"] < FEWEST:
+        if not judged:
+            said = f"{kept['count']} of the {FEWEST} samples were seen that it takes to compare neighbours"
+            yield undecided(FAMILY, said)
         return
     share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind != "value")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"

@@ -1,4 +1,4 @@
-"""Is the loss the right way up, and are its terms weighed alike? Its gradient, its sum taken apart."""
+"""Is the loss the right way up? Its gradient against the way to the targets, and against exploring."""
 
 from __future__ import annotations
 
@@ -6,29 +6,36 @@ import linecache
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded, undecided
 from gradproof.experiments.flow import KINDS, VIEWS, Comparison, Flow
+from gradproof.experiments.instruments.rows import sources
+from gradproof.experiments.instruments.source import lines_of_names
+from gradproof.experiments.instruments.update import BY_HAND, named_parameters
+from gradproof.experiments.instruments.weights import take_apart
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.owners import named_parameters
-from gradproof.experiments.provenance import lines_of_names
-from gradproof.experiments.targets import sources
 from gradproof.tape.operations import Line, Operation, Ref
 from gradproof.tape.replay import differentiate
+
+
+def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, towards_targets, towards_exploring))
+
 
 FAMILY = "loss-scale-or-sign"
 OPPOSITE = -0.99  # cosine of the gradient and the direction away from the target
 
 
-def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
+def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
-    if policies:  # what such a loss does over the steps says nothing about how well the policy does
-        evidence.memory.setdefault("facts", {})["policy_loss"] = True
+    if weighs_choices(flow):  # how such a loss goes over the steps says nothing of how the policy does
+        evidence.noted["policy_loss"] = True
     picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
     slots += [op.makes[0] for op in picks]
@@ -36,6 +43,7 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
         return
     gradients = differentiate(evidence.tape, gradients_at=slots).slot_gradients
     climbs = climbing(evidence, slots)
+    by_hand = any(record.kind == BY_HAND for record in evidence.specimen.optimizer_records)
     averaged = {index for root in evidence.tape.loss_slots for index in plain_differences(flow, root)}
     cosines = {}
     for comparison in flow.comparisons:
@@ -49,22 +57,28 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
         against = max(cosines) > 0.5  # beside a loss that is minimised: an adversary's may be meant so
         worst = cosines[min(cosines)]
         found = wrong_way(worst.operation, "prediction from its target", min(cosines), against)
-        yield maximized(found, climbs, worst.prediction)
+        yield maximized(found, climbs, worst.prediction, by_hand)
         return
+    # chosen against rejected answers: what one call of a line raises, another is meant to lower
+    raised = {
+        op.line for op in picks if op.makes[0] in gradients and is_raised(op.makes[0], gradients, climbs)
+    }
     for op in picks:
+        if op.line in raised:
+            continue
         gradient = gradients.get(op.makes[0])
         # what a policy did is no right class: it comes one at a time, is drawn, or is weighed by what it brought
         if gradient is None or gradient.numel() < 2 or policies or is_drawn(flow, op):
             continue
         up = -1.0 if op.makes[0] in climbs else 1.0
         if float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
-            found = wrong_way(op, "log-probability away from the right class", -1.0, False)
-            yield maximized(found, climbs, op.makes[0])
+            found = wrong_way(op, "log-probability away from the right class", -1.0, bool(raised))
+            yield maximized(found, climbs, op.makes[0], by_hand)
             return
     for made, weight, op in policies:
         weights = flow.values([weight]).get(weight)
         gradient = gradients.get(made)
-        up = -1.0 if made in climbs else 1.0
+        up = (-1.0 if made in climbs else 1.0) * (-1.0 if is_turned(flow, weight) else 1.0)
         cosine = _cosine(up * gradient, weights) if gradient is not None and weights is not None else None
         wanted = is_it_wanted(op.line)
         if cosine is not None and cosine > 0.9 and wanted is not False:
@@ -78,13 +92,28 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
                 confidence="likely" if wanted else "possible",
                 lasting=True,
             )
-            yield maximized(found, climbs, made)
+            yield maximized(found, climbs, made, by_hand)
             return
     if cosines and min(cosines) > 0.5:
         yield excluded(
             f"{FAMILY}/sign",
             f"down the gradient, predictions go to their targets (cosine {min(cosines):.2f})",
         )
+    elif cosines:
+        said = (
+            f"down the gradient, predictions go neither to their targets nor away (cosine {min(cosines):.2f})"
+        )
+        yield undecided(FAMILY, said)
+    elif not picks and not policies:
+        yield undecided(
+            FAMILY, "no prediction has targets of its own shape that differ from sample to sample"
+        )
+
+
+def is_raised(slot: int, gradients: dict[int, Tensor], climbs: dict[int, str]) -> bool:
+    """Whether a step makes all of it larger."""
+    gradient = -gradients[slot] if slot in climbs else gradients[slot]
+    return gradient.numel() > 0 and float(gradient.max()) < 0
 
 
 def climbing(evidence: Evidence, slots: list[int]) -> dict[int, str]:
@@ -92,7 +121,6 @@ def climbing(evidence: Evidence, slots: list[int]) -> dict[int, str]:
     groups = [(o, g) for o in evidence.optimizers for g in o.param_groups]
     if not any(group.get("maximize") for _, group in groups):
         return {}
-    made: dict[int, str] = evidence.memory.get("facts", {}).get("_optimizers_made", {})
     owner = {id(p): (o, bool(g.get("maximize"))) for o, g in groups for p in g["params"]}
     named = named_parameters(evidence)
     slots_of = {s.index: id(named[s.name]) for s in evidence.tape.parameters if s.name in named}
@@ -101,27 +129,33 @@ def climbing(evidence: Evidence, slots: list[int]) -> dict[int, str]:
         behind = [slots_of[s] for s in evidence.flow.ancestors(slot) if s in slots_of]
         owners = [owner[p] for p in behind if p in owner]
         if owners and all(climbs for _, climbs in owners):
-            found[slot] = next((line for o, _ in owners if (line := made.get(id(o), ""))), "")
+            found[slot] = next((o.line for o, _ in owners if o.line), "")
     return found
 
 
-def maximized(found: Verdict, climbs: dict[int, str], slot: int) -> Verdict:
+def maximized(found: Verdict, climbs: dict[int, str], slot: int, by_hand: bool) -> Verdict:
     """Where the optimizer climbs a loss that is to be minimised, as its sign says, the slip is the optimizer's."""
     if slot not in climbs:
         return found
+    who, fix = "maximize=True", "remove maximize=True, or keep it and remove the minus sign of the loss"
+    if by_hand:
+        who, fix = (
+            "the update by hand adds the gradient and",
+            "subtract: p -= lr * p.grad, or turn the loss round",
+        )
     return replace(
         found,
         family="optimizer-config",
         id="optimizer-config/maximize",
         evidence=(
-            f"maximize=True climbs a loss ({found.where}) whose own sign says that it is to be minimised",
+            f"{who} climbs a loss ({found.where}) whose own sign says that it is to be minimised",
             found.evidence[0]
             .replace("down the gradient", "up the gradient")
             .replace("the gradient lowers", "a step up the gradient lowers")
             .replace(": the loss is minimised with a minus sign", ""),
         ),
         where=climbs[slot] or found.where,
-        fix="remove maximize=True, or keep it and remove the minus sign of the loss: one of them, not both",
+        fix=f"{fix}: one of them, not both",
     )
 
 
@@ -168,8 +202,8 @@ def wrong_way(op: Operation, what: str, cosine: float, against_another: bool) ->
         "the loss is minimised with a minus sign",
         where=place_of("", op.line),
         fix="remove the minus sign in front of the loss, or pass maximize=True",
-        level="warning" if against_another else "problem",
-        confidence="likely" if against_another else "proven",
+        level="note" if against_another else "problem",
+        confidence="possible" if against_another else "proven",
         lasting=True,
     )
 
@@ -186,9 +220,9 @@ def towards_target(flow: Flow, comparison: Comparison, gradient: Tensor) -> floa
     ):
         return None
     if comparison.kind == "class":
-        if gradient.dim() != 2 or target.dim() != 1:
+        if gradient.dim() != target.dim() + 1:
             return None
-        picked = gradient.gather(1, target.clamp(0, gradient.shape[1] - 1)[:, None])
+        picked = gradient.gather(1, target.clamp(0, gradient.shape[1] - 1).unsqueeze(1))
         return -float(picked.sum() / picked.abs().sum().clamp(min=1e-30))
     if prediction.shape != target.shape or gradient.shape != target.shape:
         return None
@@ -218,6 +252,59 @@ def policy_terms(flow: Flow) -> list[tuple[int, int, Operation]]:
             if same and made in flow.tail and weight not in flow.tracked and _is_of_choice(flow, made):
                 found.append((made, weight, op))
     return found
+
+
+def is_turned(flow: Flow, weight: int) -> bool:
+    """Whether a weight is the negative of what it was: -advantage * ratio is what -(advantage * ratio) is."""
+    maker = flow.maker(flow.behind(weight, VIEWS))
+    turned = False
+    while maker is not None:
+        factor = next((arg for arg in maker.args if isinstance(arg, (int, float))), None)
+        if maker.name == "neg" or (maker.name in ("mul", "div") and factor is not None and factor < 0):
+            turned = not turned
+        elif maker.name not in ("mul", "div") or factor is None:
+            break
+        maker = flow.maker(flow.behind(maker.reads[0], VIEWS))
+    return turned
+
+
+PASSED = VIEWS | {"neg", "mul", "div", "exp", "log", "sub", "minimum", "clamp", "clamp_min", "stack", "cat"}
+PROBABILITIES = ("_softmax", "_log_softmax", "logsumexp")
+
+
+def weighs_choices(flow: Flow) -> bool:
+    """Whether somewhere in the loss what was picked of a softmax is multiplied with numbers that are no mask."""
+    for op in flow.operations:
+        refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
+        if op.name != "mul" or not flow.tail.intersection(op.makes):
+            continue
+        for made in refs:
+            weight = next((slot for slot in refs if slot != made), None)
+            if made not in flow.tracked or weight in flow.tracked or not _is_picked(flow, made):
+                continue
+            if weight is None:  # a number of the script's: the return of one action
+                if math.prod(flow.tape.slots[made].shape) == 1:
+                    return True
+                continue
+            value = flow.values([weight]).get(weight)
+            if value is not None and not bool(((value == 0) | (value == 1)).all()):
+                return True
+    return False
+
+
+def _is_picked(flow: Flow, slot: int) -> bool:
+    waiting, seen = [(slot, False)], 0
+    while waiting and seen < 40:
+        here, picked = waiting.pop()
+        maker, seen = flow.maker(here), seen + 1
+        if maker is None:
+            continue
+        if maker.name in PROBABILITIES and picked:
+            return True
+        if maker.name in PASSED or maker.name in ("gather", "index"):
+            picked = picked or maker.name in ("gather", "index")
+            waiting += [(read, picked) for read in maker.reads if read in flow.tracked]
+    return False
 
 
 def _is_of_choice(flow: Flow, slot: int) -> bool:
@@ -255,79 +342,57 @@ def _is_log_of_softmax(flow: Flow, operation: Operation) -> bool:
     return maker is not None and maker.name == "_softmax"
 
 
-@dataclass
-class Term:
-    """One summand of the loss: a reduction, and the constants it was multiplied with afterwards."""
-
-    operation: Operation
-    operand: tuple[int, ...]  # shape that was reduced
-    mean: bool
-    factors: list[float] = field(default_factory=list)
-
-    @property
-    def weight(self) -> float:
-        """What one entry of the operand counts."""
-        return abs(math.prod(self.factors)) / (math.prod(self.operand) if self.mean else 1)
-
-    def is_averaged_over(self, batch: int) -> bool:
-        divided = any(f != 0 and abs(1 / f) >= batch and abs(1 / f) % batch < 1e-3 for f in self.factors)
-        return self.mean or divided
+# exploring --------------------------------------------------------------------------------------------------
 
 
-def are_terms_weighed_alike(evidence: Evidence) -> Iterator[Verdict]:
-    """One term averaged over the batch, another summed over it: the second grows with the batch."""
-    flow = evidence.flow
-    if not flow.inputs:
+def towards_exploring(evidence: Evidence) -> Iterator[Verdict]:
+    """Beside a policy's gradient, an entropy belongs into the loss with a minus: minimised, it ends exploring."""
+    if not policy_terms(evidence.flow):
         return
-    batch = evidence.slot(flow.inputs[0]).shape[0]
-    compared = {c.operation.index for c in flow.comparisons}
-    for root in evidence.tape.loss_slots:
-        terms = [t for t in take_apart(flow, root) if t.operand and t.operand[0] == batch]
-        averaged = [t for t in terms if t.is_averaged_over(batch)]
-        summed = [t for t in terms if not t.is_averaged_over(batch) and t.weight > 0.1]
-        if batch >= 4 and summed and any(t.operation.index in compared for t in averaged):
-            term = summed[0]
-            yield confirmed(
-                f"{FAMILY}/one-term-not-averaged",
-                f"the loss adds a term averaged over the batch of {batch} and one summed over it "
-                f"({term.operation.name} of {list(term.operand)}): the second weighs {batch} times too much",
-                where=place_of("", term.operation.line),
-                fix=f"divide it by the batch size {batch} as well",
-                confidence="likely",
-                lasting=True,
-            )
-            return
-
-
-def take_apart(flow: Flow, root: int) -> list[Term]:
-    """The summands of a scalar, each down to the operation that made it a scalar."""
-    found: list[Term] = []
-    waiting = [(root, [1.0])]
-    while waiting and len(found) < 16:
-        slot, factors = waiting.pop()
-        op = flow.maker(slot)
-        if op is None or flow.tape.slots[slot].shape not in ((), (1,)):
+    products = entropies(evidence)
+    if not products:
+        return
+    gradients = differentiate(evidence.tape, gradients_at=[op.makes[0] for op in products]).slot_gradients
+    up = -1.0 if any(g.get("maximize") for o in evidence.optimizers for g in o.param_groups) else 1.0
+    for op in products:
+        gradient = gradients.get(op.makes[0])
+        # of Σ p log p, the negative entropy
+        if gradient is None or not float((up * gradient).max()) < 0:
             continue
-        refs = [arg.slot for arg in op.args if isinstance(arg, Ref)]
-        numbers = [arg for arg in op.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-        if op.name in ("add", "sub") and len(refs) == 2:
-            sign = -1.0 if op.name == "sub" else 1.0
-            waiting += [(refs[0], factors), (refs[1], [*factors, sign * float(op.kwargs.get("alpha", 1))])]
-        elif op.name in ("add", "neg", "view", "squeeze", "clone", "_to_copy", "alias") and refs:
-            waiting.append((refs[0], factors))
-        elif op.name in ("mul", "div") and len(refs) == 1 and numbers:
-            number = float(numbers[0])
-            waiting.append(
-                (refs[0], [*factors, number if op.name == "mul" else 1 / number if number else 0.0])
-            )
-        elif op.name in ("sum", "mean") or op.name in KINDS:
-            found.append(Term(op, flow.tape.slots[refs[0]].shape, _is_mean(op), factors))
+        yield confirmed(
+            "loss-scale-or-sign/entropy-sign",
+            "the loss falls as the policy's entropy falls: what is meant to keep it exploring makes it certain",
+            where=place_of("", op.line),
+            fix="subtract it: loss = policy_loss - coefficient * entropy",
+            confidence="likely",
+            lasting=True,
+        )
+        return
+
+
+def entropies(evidence: Evidence) -> list[Operation]:
+    """The products p · log p of the loss: one operand is a distribution, the other its logarithm."""
+    flow = evidence.flow
+    found = []
+    for op in flow.operations:
+        refs = [arg for arg in op.args if isinstance(arg, Ref) and arg.tracked]
+        if op.name != "mul" or len(refs) != 2 or op.makes[0] not in flow.tail:
+            continue
+        if evidence.slot(refs[0].slot).shape != evidence.slot(refs[1].slot).shape:
+            continue
+        values = flow.values([ref.slot for ref in refs])
+        pair = [values.get(ref.slot) for ref in refs]
+        if any(is_logarithm(a, b) for a, b in (pair, pair[::-1]) if a is not None and b is not None):
+            found.append(op)
     return found
 
 
-def _is_mean(op: Operation) -> bool:
-    if op.name in ("sum", "mean"):
-        return op.name == "mean"
-    place = {"nll_loss_forward": 3, "nll_loss2d_forward": 3, "binary_cross_entropy": 3}.get(op.name, 2)
-    place = 4 if op.name == "binary_cross_entropy_with_logits" else place
-    return place >= len(op.args) or op.args[place] == 1
+def is_logarithm(logs: Tensor, p: Tensor) -> bool:
+    """Whether rows of p are distributions and `logs` their logarithms."""
+    if p.dim() < 1 or p.shape[-1] < 2 or not bool((p >= 0).all()):
+        return False
+    p, logs = p.double(), logs.double()
+    some = p > 1e-6
+    sums = p.sum(-1)
+    whole = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+    return whole and torch.allclose(logs[some], p[some].log(), atol=1e-2)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation
 
 RECTIFIERS = ("relu", "relu_", "threshold", "threshold_")
 SQUASHERS = {"sigmoid": 1e-3, "sigmoid_": 1e-3, "tanh": 4e-3, "tanh_": 4e-3}  # y(1−y) and 1−y² below this
 LIMITS = ("clamp", "clamp_", "hardtanh", "hardtanh_", "clamp_min", "clamp_max")
-TIMES = 2
+MANY = 0.3  # of the predictions
+MOSTLY = 0.9  # of the units of a layer
 FEWEST = 8  # values of a unit in a batch, to call it dead
 MOST_OPERATIONS = 200
 
@@ -39,12 +40,21 @@ def do_units_respond(evidence: Evidence) -> Iterator[Verdict]:
         before = silent.get(key)
         if before is None or before[0].shape == mask.shape:  # called again: a unit that answers once is alive
             silent[key] = (mask if before is None else mask & before[0], operation)
+    if not silent:
+        yield undecided(
+            "dead-activation", f"fewer than {FEWEST} values of each unit: too few to call one dead"
+        )
+        return
     history = evidence.memory.setdefault("silent units", {})
+    shares = []
     for key, (mask, operation) in silent.items():
         seen, times = history.get(key, (mask, 0))
         history[key] = (mask & seen if mask.shape == seen.shape else mask, times + 1)
-        if history[key][1] >= TIMES:
-            yield from judge(operation, history[key][0], history[key][1])
+        shares.append(float(history[key][0].float().mean()))
+        yield from judge(operation, *history[key])
+    if max(shares) < MOSTLY:
+        said = f"at most {100 * max(shares):.0f} % of the units of a layer are silent for the whole batch"
+        yield from (excluded(f"dead-activation/{what}", said) for what in ("units", "saturated"))
 
 
 def units_of(value: Tensor) -> Tensor:
@@ -64,7 +74,7 @@ def is_flat(operation: Operation, units: Tensor) -> Tensor:
 
 def judge(operation: Operation, mask: Tensor, times: int) -> Iterator[Verdict]:
     share = float(mask.float().mean())
-    if share < 0.9:
+    if share < MOSTLY:
         return
     if operation.name in RECTIFIERS:
         what, id = "put out zero for every sample", "dead-activation/units"
@@ -75,6 +85,9 @@ def judge(operation: Operation, mask: Tensor, times: int) -> Iterator[Verdict]:
         f"{int(mask.sum())} of {mask.numel()} units of {operation.name.rstrip('_')} {what}, at {times} looks",
         where=place_of(operation.module, operation.line),
         if_troubled=share < 1,
+        confidence="proven"
+        if share == 1 and operation.name in RECTIFIERS
+        else "likely",  # no gradient passes
     )
 
 
@@ -86,7 +99,7 @@ def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
         return
     wanted = [op.makes[0] for op in clamps] + [slot for pair in pairs for slot in pair]
     values = evidence.values(wanted)
-    count = evidence.memory.setdefault("stuck", {})
+    shares: list[float] = []
     for operation in clamps:
         low, high = limits_of(operation)
         for prediction, target in pairs:
@@ -100,8 +113,8 @@ def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
                 at_limit |= made == limit if limit is not None else False
             off = (made - wished).abs() > 0.05 * wished.std()
             share = float((at_limit & off).float().mean())
-            count[operation.line] = count.get(operation.line, 0) + 1 if share >= 0.3 else 0
-            if count[operation.line] >= TIMES:
+            shares.append(share)
+            if share >= MANY:
                 yield confirmed(
                     "dead-activation/clamped-output",
                     f"{100 * share:.0f} % of the predictions sit at a limit of {operation.name} ({low} to {high}) "
@@ -110,7 +123,11 @@ def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
                     where=place_of(operation.module, operation.line),
                     fix="remove the clamp from what the loss sees; clamp only what is shown or used",
                     lasting=True,
+                    confidence="likely",
                 )
+    if shares and max(shares) < MANY:
+        said = f"at most {100 * max(shares):.0f} % of the predictions sit at a limit, away from their targets"
+        yield excluded("dead-activation/clamped-output", said)
 
 
 def limits_of(operation: Operation) -> tuple[float | None, float | None]:

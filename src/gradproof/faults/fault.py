@@ -49,12 +49,14 @@ def read_script(script: str) -> str:
 
 
 def plant(fault: Fault | Healthy) -> str:
-    """The script's source with the edits made; each old text has to occur exactly once."""
-    source = read_script(fault.script)
-    for old, new in fault.edits:
+    """The script's source with the edits made."""
+    return edited(read_script(fault.script), fault.edits, f"{fault.name}: {fault.script}.py")
+
+
+def edited(source: str, edits: Edits, whose: str) -> str:
+    """A source with the edits made; each old text has to occur exactly once."""
+    for old, new in edits:
         if source.count(old) != 1:
-            raise ValueError(
-                f"{fault.name}: {old!r} occurs {source.count(old)} times in {fault.script}.py, not once"
-            )
+            raise ValueError(f"{whose} has {old!r} {source.count(old)} times, not once")
         source = source.replace(old, new)
     return source

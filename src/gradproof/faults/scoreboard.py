@@ -107,13 +107,18 @@ MOST_LINES = 6  # a finding that names more lines than this names none
 
 def names_place(pieces: Iterable[str], cause: dict[str, Any], source: str) -> bool:
     """Whether a finding names the place: in its words, or by the number of a line that contains one of the pieces."""
+    text = text_of_place(cause, source)
+    return any(piece in text for piece in pieces)
+
+
+def text_of_place(cause: dict[str, Any], source: str) -> str:
+    """The words of a finding, and the lines of the source that it names by number."""
     text = " ".join([str(cause.get("where") or ""), *cause.get("evidence", [])])
     lines = source.splitlines()
     numbers = {int(number) for number in re.findall(r"train\.py:(\d+)", text)}
     if len(numbers) > MOST_LINES:
         numbers = {int(number) for number in re.findall(r"train\.py:(\d+)", str(cause.get("where") or ""))}
-    text += " ".join(lines[number - 1] for number in numbers if 0 < number <= len(lines))
-    return any(piece in text for piece in pieces)
+    return text + " ".join(lines[number - 1] for number in numbers if 0 < number <= len(lines))
 
 
 def render_scoreboard(scores: list[Score]) -> str:

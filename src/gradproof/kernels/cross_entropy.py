@@ -140,7 +140,9 @@ class _WithGradient(torch.autograd.Function):
         if gradient is not None:
             direct(scale_rows)(gradient, dloss)
         elif ctx.in_place:
-            raise UserError("cross_entropy(in_place=True) goes backward once: its logits are gone")
+            raise UserError(
+                "cross_entropy(in_place=True) goes backward once: its logits are gone; leave in_place away"
+            )
         else:
             gradient = _cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.numbers)
         return gradient, None, None, None, None, None

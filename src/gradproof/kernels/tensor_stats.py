@@ -54,7 +54,7 @@ def tensor_stats(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = No
     flat = _as_vectors(flat)
     old = None if old is None else _as_vectors(old)
     if not flat:
-        return torch.zeros(0, len(COLUMNS), dtype=torch.float64)
+        return torch.zeros(0, len(COLUMNS), dtype=torch.float64, device="cpu")
     devices = {tensor.device for tensor in flat}
     if len(devices) > 1:
         raise UserError(f"tensor_stats needs all tensors on one device, got {sorted(map(str, devices))}")
@@ -157,21 +157,21 @@ def _triton_is_here() -> bool:
 
 
 def _stats_on_cpu(flat: list[Tensor]) -> Tensor:
-    out = torch.zeros(len(flat), len(COLUMNS), dtype=torch.float64)
+    out = torch.zeros(len(flat), len(COLUMNS), dtype=torch.float64, device="cpu")
     alike: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
     for i, tensor in enumerate(flat):
         if tensor.numel() > SMALL:
-            out[i] = torch.tensor(_stats_by_chunks(tensor), dtype=torch.float64)
+            out[i] = torch.tensor(_stats_by_chunks(tensor), dtype=torch.float64, device="cpu")
         elif tensor.numel():
             alike[tensor.numel(), tensor.dtype].append(i)
     for (size, _), places in alike.items():
-        for some in torch.tensor(places).split(CHUNK // size):
+        for some in torch.tensor(places, device="cpu").split(CHUNK // size):
             out[some] = _stats_of_rows(torch.stack([flat[i] for i in some.tolist()]))
     return out
 
 
 def _stats_by_chunks(x: Tensor) -> list[float]:
-    scratch = torch.empty(CHUNK, dtype=_working_dtype(x.dtype))
+    scratch = torch.empty(CHUNK, dtype=_working_dtype(x.dtype), device="cpu")
     tiny = torch.finfo(x.dtype).tiny if x.dtype.is_floating_point else 0.0
     chunks = [_stats_of_chunk(chunk, scratch, tiny) for chunk in x.split(CHUNK)]
     if len(chunks) == 1:

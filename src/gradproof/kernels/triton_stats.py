@@ -44,7 +44,9 @@ def _whole_block(data, before, kind: tl.constexpr, CHANGE: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks"]
+)  # one kernel for every number of chunks: each takes a second to compile
 def _reduce_chunks(
     addresses, befores, sizes, chunk_tensor, chunk_start, parts, chunks, like,
     TINY: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -172,7 +174,7 @@ def _reduce_chunk(
     tl.store(part + 11 * fields, over_fp8.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors", "chunks", "fields"])
 def _add_chunks(parts, first, last, out, tensors, chunks, fields, BLOCK: tl.constexpr):
     """One CTA a (tensor or change, column), in a fixed order: out[tensor, column]; changes follow the tensors."""
     tensor = tl.program_id(0)
@@ -298,5 +300,5 @@ def _plan(sizes: tuple, dtypes: tuple, aligned: tuple, chunk: int, device: torch
 
 @lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    host = torch.tensor(numbers, dtype=torch.int64)
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -63,7 +63,9 @@ def _read_index(run: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise UserError(f"{run / 'checkpoints' / 'index.json'} is damaged: it is not JSON") from None
+        raise UserError(
+            f"{run / 'checkpoints' / 'index.json'} is damaged: it is not JSON; start a new run"
+        ) from None
 
 
 def find_checkpoint(run: Path, which: str) -> Path | None:

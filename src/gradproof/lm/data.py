@@ -47,7 +47,9 @@ def read_documents(source: Path | None) -> list[str]:
         except UserError:
             continue  # a picture or an empty file in a folder of texts
     if not documents:
-        raise UserError(f"no text in {source}: {len(paths)} files, all of them empty or binary")
+        raise UserError(
+            f"no text in {source}: {len(paths)} files, all of them empty or binary; give a folder of text files"
+        )
     return documents
 
 
@@ -56,7 +58,7 @@ def _read_text(path: Path) -> str:
         content = path.read_bytes()
         text = content.decode("utf-8")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; give another file with --data") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not text: byte {error.start} ({content[error.start]:#04x}) is not UTF-8; "
@@ -65,7 +67,7 @@ def _read_text(path: Path) -> str:
     if "\0" in text:
         raise UserError(f"{path} is not text: byte {content.index(0)} is zero; give a text file")
     if not text.strip():
-        raise UserError(f"{path} is empty: there is nothing to learn from")
+        raise UserError(f"{path} is empty: there is nothing to learn from; give another file with --data")
     return text
 
 

@@ -25,7 +25,7 @@ def generate(
 ) -> list[int]:
     """Up to `count` tokens after the prompt, the same for the same seed; at temperature 0 the likeliest."""
     if not prompt:
-        raise UserError("generation needs a prompt of at least one token")
+        raise UserError("generation needs a prompt of at least one token: --prompt TEXT")
     if temperature < 0 or top_k < 1:
         raise UserError(f"temperature must be at least 0 and top-k at least 1, not {temperature} and {top_k}")
     generator = torch.Generator().manual_seed(seed)

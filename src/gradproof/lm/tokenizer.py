@@ -144,7 +144,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             return BpeTokenizer(_tokenizers_library().Tokenizer.from_str(saved["tokenizers"]))
         return PieceTokenizer(saved["kind"], saved["pieces"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a saved tokenizer ({error})") from None
+        raise UserError(f"{path} is not a saved tokenizer ({error}); start a new run") from None
 
 
 TOKENIZERS = ("byte", "char", "word", "bpe")

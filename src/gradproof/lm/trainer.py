@@ -125,7 +125,7 @@ def read_job(run: Path, **changes: Any) -> Job:
             f"{run} is not a training run: it has no job.json; gradproof train makes one"
         ) from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{run / 'job.json'} is damaged ({error})") from None
+        raise UserError(f"{run / 'job.json'} is damaged ({error}); start a new run") from None
 
 
 def build_learner(job: Job, vocabulary: int, ranks: Ranks) -> Learner:
@@ -184,7 +184,10 @@ def load_trained(run: Path, which: str) -> tuple[GPT | Cascade, Tokenizer]:
     tokenizer = load_tokenizer(run / "data" / "tokenizer.json")
     path = find_checkpoint(run, which)
     if path is None:
-        raise UserError(f"{run} has no checkpoint yet: the first comes after {job.evaluate_every} steps")
+        raise UserError(
+            f"{run} has no checkpoint yet: the first comes after {job.evaluate_every} steps; "
+            "start it again with more --steps"
+        )
     module = build_module(job, tokenizer.vocabulary)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     module.load_state_dict(load_weights(path, shapes))

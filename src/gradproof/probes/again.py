@@ -11,20 +11,23 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from gradproof.probes.aside import is_recorded
 from gradproof.probes.distributed import rank_and_world
+from gradproof.probes.guard import raised_by_signal
 from gradproof.probes.modules import recomputing
 from gradproof.probes.modules import tensors_in as outputs_in
-from gradproof.tape.operations import Tape
+from gradproof.tape.living import Living, alive
+from gradproof.tape.modes import unseen_by_modes
 from gradproof.tape.record import Recorder
 from gradproof.tape.tensors import map_tensors, nbytes, tensors_in
 
@@ -51,7 +54,7 @@ class Call:
 class Again:
     """A call made again, operation by operation and, where a compiler is in use, by its code."""
 
-    tape: Tape
+    recorder: Recorder
     eager: str  # what was not finite when it ran operation by operation: the output, a gradient, or nothing
     compiled: str  # the same of the compiled code
 
@@ -62,37 +65,42 @@ class Calls:
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self._fail = fail
         self._stack = ExitStack()
-        self._attached: list[nn.Module] = []
-        self._outer: dict[int, nn.Module] = {}  # id of a model -> the compiled module around it
+        self._listens = False
+        self._attached: Living[None] = Living()
+        self._outer: Living[weakref.ref[nn.Module]] = Living()  # a model -> the compiled module around it
         self._compiler = False
-        self._making = self._ended = False
+        self._making = False
         self.kept: deque[Call] = deque(maxlen=MOST_CALLS)
         self._seconds = 0.0  # that keeping has taken
         self.steady = True  # listening may begin and end at any step
 
     def attach(self, models: Iterable[nn.Module]) -> None:
         """Listen to these models, each at its outermost call."""
-        wanted = [self._outer.get(id(model), model) for model in models]
-        if [id(m) for m in wanted] == [id(m) for m in self._attached]:
+        wanted = [self._around(model) for model in models]
+        if len(wanted) == len(self._attached) and all(model in self._attached for model in wanted):
             return
         self.detach()
-        self._attached = wanted
-        watched = {id(model) for model in wanted}
+        self._listens = True
+        self._attached = Living((model, None) for model in wanted)
         for cls in {type(model) for model in wanted if not isinstance(model, torch.jit.ScriptModule)}:
-            self._stack.enter_context(_listening(cls, watched, self._called, self._returned))
+            self._stack.enter_context(_listening(cls, self._attached, self._called, self._returned))
+
+    def _around(self, model: nn.Module) -> nn.Module:
+        """What is called in place of a model: the compiled module around it."""
+        known = self._outer.get(model)
+        outer = None if known is None else alive(known)
+        return model if outer is None else outer
 
     def detach(self) -> None:
-        self._stack.close()
-        self._attached = []
+        if self._listens:
+            self._listens = False
+            self._stack.close()
+            self._attached.clear()
 
     def take_seconds(self) -> float:
         """What keeping has cost since this was last asked: PyTorch's hooks take as long again as ours."""
         seconds, self._seconds = 2 * self._seconds, 0.0
         return seconds
-
-    def step_ended(self) -> None:
-        """What was kept may still be asked for, until the next step's first call."""
-        self._ended = True
 
     def something_compiled(self, made: Any) -> None:
         """A module or a function, or None where a module was compiled in place: what is called may be another now."""
@@ -101,50 +109,50 @@ class Calls:
         self._compiler = True
         inner = getattr(made, "_orig_mod", None)
         if isinstance(inner, nn.Module):
-            self._outer[id(inner)] = made
+            self._outer[inner] = weakref.ref(made)
         elif made is not None and not isinstance(made, nn.Module):
             self.steady = (
                 False  # a function may call the model: whenever listening began or ended, it would recompile
             )
 
     def _called(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._making or not torch.is_grad_enabled() or recomputing() or _transformed():
+        if self._making or not torch.is_grad_enabled() or recomputing() or _transformed() or is_recorded():
             return
         start = time.perf_counter()
         try:
-            with self._outside_of_tapes():
+            with unseen_by_modes():
                 if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
                     args, kwargs = map_tensors((args, kwargs), _without_history)
                 autocasts = [
                     (d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d)
                 ]
-                if self._ended:
-                    self.kept.clear()
-                    self._ended = False
                 self.kept.append(Call(model, args, kwargs, _generators(), autocasts))
         except Exception as error:
+            if raised_by_signal(error):
+                raise
             self._fail(error)
         self._seconds += time.perf_counter() - start
 
     def _returned(self, model: nn.Module, output: Any) -> None:
         call = self.kept[-1] if self.kept else None
-        if self._making or call is None or call.model is not model or recomputing() or _transformed():
+        if self._making or call is None or call.model is not model or recomputing():
+            return
+        if _transformed() or is_recorded():
             return
         start = time.perf_counter()
         try:
-            outputs = (output,) if isinstance(output, Tensor) else outputs_in(output)
-            for index, tensor in enumerate(outputs):
-                if tensor.requires_grad and nbytes(tensor) <= LARGEST_GRADIENT:
-                    tensor.register_hook(functools.partial(call.gradients.__setitem__, index))
+            with unseen_by_modes():
+                outputs = (output,) if isinstance(output, Tensor) else outputs_in(output)
+                for index, tensor in enumerate(outputs):
+                    if tensor.requires_grad and nbytes(tensor) <= LARGEST_GRADIENT:
+                        tensor.register_hook(functools.partial(call.gradients.__setitem__, index))
         except Exception as error:
+            if raised_by_signal(error):
+                raise
             self._fail(error)
         self._seconds += time.perf_counter() - start
 
-    def _outside_of_tapes(self) -> AbstractContextManager:
-        """What is kept is no part of a step that is taped."""
-        return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-    def make_again(self, names: dict[Tensor, str]) -> Iterator[Again]:
+    def make_again(self, names: Living[str]) -> Iterator[Again]:
         """The calls that were kept, made again one after another; nothing of it is left behind in the models."""
         if rank_and_world()[1] > 1:
             return
@@ -158,11 +166,11 @@ class Calls:
                         try:
                             eager = _make(call)
                         finally:
-                            tape = recorder.stop()
+                            recorder.stop()
                     compiled = "" if eager else self._by_compiled_code(call)
                 except Exception:  # what it was called with is no longer what it was
                     continue
-                yield Again(tape, eager, compiled)
+                yield Again(recorder, eager, compiled)
         finally:
             self._making = False
 
@@ -183,7 +191,7 @@ class Calls:
 
 @contextmanager
 def _listening(
-    cls: type[nn.Module], watched: set[int], called: Callable, returned: Callable
+    cls: type[nn.Module], watched: Living[None], called: Callable, returned: Callable
 ) -> Iterator[None]:
     """Around the calls of some modules of a class: hooks on the modules themselves would be pickled with them."""
     before = cls.__dict__.get("__call__")
@@ -192,7 +200,7 @@ def _listening(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # looked up at each call: torch.fx puts something else in place of nn.Module.__call__ for a while
         own = super(cls, self).__call__ if before is None else functools.partial(before, self)  # type: ignore[misc]
-        if torch.compiler.is_compiling() or id(self) not in watched:
+        if torch.compiler.is_compiling() or self not in watched:
             return own(*args, **kwargs)
         called(self, args, kwargs)
         output = own(*args, **kwargs)
@@ -226,7 +234,7 @@ def _make(call: Call) -> str:
 
 
 def _finite(tensors: Iterable[Tensor]) -> bool:
-    with _disable_current_modes(), torch.no_grad():
+    with unseen_by_modes(), torch.no_grad():
         return all(
             bool(torch.isfinite(t.float().sum() if t.is_floating_point() else t.sum())) for t in tensors
         )

@@ -6,6 +6,7 @@ what they were when the copy was made.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.probes.names import line_of, user_frames
 from gradproof.probes.session import Session
+from gradproof.tape.living import Living
+from gradproof.tape.modes import unseen_by_modes
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 MOST_LOOKS = 100  # steps at which one copy is looked at; after those every 16th
@@ -26,8 +28,7 @@ MOST_LOOKS = 100  # steps at which one copy is looked at; after those every 16th
 class Copy:
     """A model that is called without gradient, and the trained one of the same shapes."""
 
-    model: nn.Module
-    trained: nn.Module
+    trained: weakref.ref[nn.Module]
     facts: dict[str, Any]
     statistics: list[Tensor]  # of the copy, when it was first called
     weight: Tensor  # its largest, then
@@ -35,17 +36,18 @@ class Copy:
 
 def look_at_copy(session: Session, module: nn.Module) -> None:
     """Called with every module that has children, before its forward without gradient; the outermost comes first."""
-    known = session.facts.setdefault("_followers", {})  # by id: (module, a Copy, or None for what is no copy)
-    if id(module) not in known:
-        known[id(module)] = (module, None)
+    known = session.facts.setdefault("_followers", Living())  # each a Copy, or None for what is no copy
+    if module not in known:
+        known[module] = None
         trained = find_trained(session, module)
         if trained is None:
             return
-        known.update({id(part): (part, None) for part in module.modules()})
-        copy = begin(session, module, trained)
-        known[id(module)] = (module, copy)
-    copy = known[id(module)][1]
-    if copy is None or any(norm.training for norm in norms(copy.model)):
+        for part in module.modules():
+            known[part] = None
+        known[module] = begin(session, module, trained)
+    copy: Copy | None = known[module]
+    trained = copy.trained() if copy is not None else None
+    if copy is None or trained is None or any(norm.training for norm in norms(module)):
         return
     facts = copy.facts
     if facts["called"] == session.step:
@@ -53,8 +55,8 @@ def look_at_copy(session: Session, module: nn.Module) -> None:
     facts.update(called=session.step, times=facts["times"] + 1)
     if facts["times"] > MOST_LOOKS and session.step % 16:
         return
-    with torch.no_grad(), _disable_current_modes():  # no part of a step that is taped
-        look(copy)
+    with torch.no_grad(), unseen_by_modes():  # no part of a step that is taped
+        look(copy, module, trained)
     facts["step"] = session.step
 
 
@@ -80,31 +82,31 @@ def begin(session: Session, module: nn.Module, trained: nn.Module) -> Copy:
     kept = session.facts.setdefault("copies", [])
     facts = {"class": type(module).__name__, "shapes": signature(module), "line": line_outside_forward()}
     kept.append(facts | {"called": -1, "step": -1, "times": 0})
-    with _disable_current_modes():
+    with unseen_by_modes():
         statistics = [tensor.detach().clone() for tensor in running(module)]
-        return Copy(module, trained, kept[-1], statistics, largest(module).detach().clone())
+        return Copy(weakref.ref(trained), kept[-1], statistics, largest(module).detach().clone())
 
 
-def look(copy: Copy) -> None:
+def look(copy: Copy, module: nn.Module, trained: nn.Module) -> None:
     """How far the copy's statistics are from the trained ones, and what has changed since the copy was first called."""
     shift, ratio, worst = 0.0, 1.0, 0
-    for place, (old, new) in enumerate(zip(norms(copy.model), norms(copy.trained), strict=True)):
+    for place, (old, new) in enumerate(zip(norms(module), norms(trained), strict=True)):
         scale = new.running_var.double().clamp_min(1e-12)
         off = float(((old.running_mean - new.running_mean).double().abs() / scale.sqrt()).median())
         times = float((old.running_var.double().clamp_min(1e-12) / scale).log().abs().median().exp())
         if max(off, times - 1) > max(shift, ratio - 1):
             shift, ratio, worst = off, times, place
-    weight = largest(copy.model)
-    names = [name for name, part in copy.trained.named_modules() if is_norm(part)]
+    weight = largest(module)
+    names = [name for name, part in trained.named_modules() if is_norm(part)]
     copy.facts.update(
         norm=names[worst],
         shift=shift,
         ratio=ratio,
         untouched=all(
-            bool((n.running_mean == 0).all() and (n.running_var == 1).all()) for n in norms(copy.model)
+            bool((n.running_mean == 0).all() and (n.running_var == 1).all()) for n in norms(module)
         ),
-        still=all(torch.equal(a, b) for a, b in zip(copy.statistics, running(copy.model), strict=True)),
-        follows=not torch.equal(weight, copy.weight) or torch.equal(weight, largest(copy.trained)),
+        still=all(torch.equal(a, b) for a, b in zip(copy.statistics, running(module), strict=True)),
+        follows=not torch.equal(weight, copy.weight) or torch.equal(weight, largest(trained)),
     )
 
 

@@ -13,17 +13,18 @@ import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data._utils import fetch
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.session import Session
+from gradproof.tape.modes import unseen_by_modes
 
 MOST_SETS = 8  # that are looked at
 FIRST_BATCHES = 8  # of each data set, whose samples are remembered
@@ -44,14 +45,14 @@ def data_sets(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
             return original(self, rows)
         began = time.perf_counter()
         reads = None
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             reads = reads_of(watched, self.dataset)
             if reads is not None:
                 reads.before(self.dataset, rows)
         session.own_seconds += time.perf_counter() - began
         result = original(self, rows)
         began = time.perf_counter()
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             if reads is not None:
                 reads.after(self.dataset)
                 reads.keep_maps(rows, result, session.facts.setdefault("_came_back", []))
@@ -222,7 +223,7 @@ def as_array(value: Any) -> Iterator[np.ndarray]:
 
 def writing_line(data: Dataset) -> str:
     """The first statement of __getitem__ that changes something in place, or its head."""
-    with suppress(Exception):
+    with quietly():
         function = inspect.unwrap(type(data).__getitem__)
         source, first = inspect.getsourcelines(function)
         file = (inspect.getsourcefile(function) or "").rsplit("/", 1)[-1]

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import user_line
 from gradproof.probes.session import Session
 
@@ -37,7 +38,7 @@ def files_read(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
 
 def _heard(event: str, details: tuple) -> None:
     if event == "open" and _listening:
-        with suppress(Exception):
+        with quietly():
             path, mode = details[0], details[1]
             if isinstance(path, (str, os.PathLike)) and isinstance(mode, str) and mode.startswith("r"):
                 for readings in _listening:

@@ -1,6 +1,6 @@
 """How a session hears of an event: in time that is counted, off the tape, and so that training never notices.
 
-An error becomes one warning and ends the watching, never the training. A step that is passed over costs next to
+An error of ours becomes one warning and ends the watching, never the training. A step that is passed over costs next to
 nothing. What a handler leaves to be done afterwards runs when it has returned: a tape can only be cut where it runs.
 """
 
@@ -8,37 +8,63 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes
+from gradproof.probes.aside import is_recorded
+from gradproof.probes.threads import STEPS
+from gradproof.tape.modes import without_trace
 
-# what a step that is passed over does not look at; the last two end it
+# what a step that is passed over does not look at
 STEP_EVENTS = frozenset(
     (
         *("zero_grad", "scaled", "backward_begins", "backward_ends", "unscaled", "clipped"),
         *("optimizer_begins", "before_update", "scheduler_stepped", "after_update", "skipped"),
+        *("replay_begins", "replay_ends"),
     )
 )
+
+_pid = os.getpid()  # asked once in each process: it is a call of the system, and there are some events a step
+
+
+def _note_pid() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_pid)
 
 
 def guarded(method: Callable) -> Callable:
     """An event handler: never raises into training, is timed, does nothing in a forked worker."""
 
+    event = method.__name__
+    is_step = event in STEPS
+
     @functools.wraps(method)
     def handler(session: Any, *args: Any) -> Any:
-        if not session.alive or session.examining or os.getpid() != session.pid:
+        if not session.alive or session.examining or _pid != session.pid:
             return None
-        if session.unseen and method.__name__ in STEP_EVENTS:
-            return session.pass_over(method.__name__)
+        if is_recorded():
+            return session.graphs.note(event, args)
+        owner = session.owner
+        if (is_step or owner.ident != get_ident()) and not owner.hears(event, args, session):
+            return session.another_thread_trains()
+        if session.unseen and event in STEP_EVENTS:
+            return session.pass_over(event)
         start = time.perf_counter()
         try:
-            if session.taping is None or not session.taping.active:
-                return method(session, *args)
-            with _disable_current_modes():  # what gradproof computes is no part of the step that is taped
-                return method(session, *args)
+            # no part of a step that is taped, or that the script itself looks into
+            return without_trace(method, session, *args)
         except Exception as error:
+            if raised_by_signal(error):
+                session.drop_step()
+                raise
             session.fail(error)
             return None
         finally:
@@ -49,6 +75,17 @@ def guarded(method: Callable) -> Callable:
     return handler
 
 
+_HANDLER = guarded(lambda session: None).__code__  # of all of them
+
+
+def inside_handler() -> bool:
+    """Whether one is at work: the garbage collector may run, and tell us who has died, between any two of our lines."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _HANDLER:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _do_what_is_left(session: Any) -> None:
     session.examining = True
     try:
@@ -56,3 +93,40 @@ def _do_what_is_left(session: Any) -> None:
             session.afterwards.pop(0)()
     finally:
         session.examining = False
+
+
+class quietly:
+    """A look that is not worth a training: what goes wrong in it is forgotten, unless it is the script's own."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        return isinstance(error, Exception) and not raised_by_signal(error)
+
+
+def raised_by_signal(error: BaseException) -> bool:
+    """Whether the script's own signal handler, which may run between any two of our lines, has raised this.
+
+    A handler is called with the frame that it interrupts; nobody else's function is given the frame of its caller.
+    """
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    outer, trace = None, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if outer is not None and not _is_ours(frame) and (frame.f_code in codes or _is_given(frame, outer)):
+            return True
+        outer, trace = frame, trace.tb_next
+    return False
+
+
+def _is_given(frame: FrameType, outer: FrameType) -> bool:
+    values = list(frame.f_locals.values())
+    return any(value is outer for value in values) or any(
+        item is outer for value in values if type(value) is tuple for item in value
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("gradproof", "torch")

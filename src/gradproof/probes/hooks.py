@@ -6,7 +6,6 @@ closing the ExitStack, whatever happened.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from gradproof.probes.asked_gradients import asked_gradients
 from gradproof.probes.datasets import data_sets
 from gradproof.probes.files import files_read
 from gradproof.probes.lines import makings
@@ -30,12 +30,16 @@ from gradproof.probes.orders import orders
 from gradproof.probes.overwritten import overwritten_loads
 from gradproof.probes.pairs import pairs
 from gradproof.probes.pretrained import frozen_by_default
+from gradproof.probes.printed import prints
+from gradproof.probes.rank_calls import collectives, sampler_epochs
+from gradproof.probes.replacing import replace
 from gradproof.probes.returns import returns
 from gradproof.probes.rows import rows
 from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 from gradproof.probes.tables import tables
+from gradproof.record.flight import BETWEEN
 
 
 def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStack:
@@ -56,21 +60,6 @@ def _chosen(optimizers: tuple[Optimizer, ...]) -> Callable[[Any], bool]:
     return lambda optimizer: not ids or bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
 
 
-def replace(stack: ExitStack, owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """Put `wrapper(original)` in place of an attribute until the stack closes."""
-    original = getattr(owner, name)
-    own = name in vars(owner)
-    setattr(owner, name, functools.wraps(original)(wrapper(original)))
-
-    def undo() -> None:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-    stack.callback(undo)
-
-
 def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Before and after each optimizer step; with a closure, after the first time the closure has run."""
 
@@ -78,10 +67,9 @@ def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], 
         if not chosen(optimizer):
             return None
         session.lines.note("step")
-        session.optimizer_begins(optimizer)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+        session.optimizer_begins(optimizer, closure is None)
         if closure is None:
-            session.before_update(optimizer)
             return None
         seen = False
 
@@ -124,15 +112,23 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
 
     def wrapper(original: Callable) -> Callable:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            losses = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
             weights = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
             weights += [None] * (len(losses) - len(weights))
             session.lines.note("backward")
             session.backward_begins(losses, weights[: len(losses)])
+            step = session.current
             try:
-                return original(tensors, grad_tensors, *args, **kwargs)
+                result = original(tensors, grad_tensors, *args, **kwargs)
             finally:
-                session.backward_ends()
+                step.backward_returned()
+                if "inside_backward" in session.current.row:
+                    session.backward_ends()
+            if session.flight is not None:
+                session.flight.note(session.step, BETWEEN)
+            if session.own is not None:
+                session.gradients_arrived()
+            return result
 
         return backward
 
@@ -144,7 +140,7 @@ def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]
         def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if chosen(self):
                 session.lines.note("zero_grad")
-                session.facts.setdefault("_cleared", set()).add(id(self))
+                session.facts["_cleared"][self] = None
                 session.zero_grad()
             return original(self, *args, **kwargs)
 
@@ -265,6 +261,40 @@ def epochs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
     replace(stack, torch.utils.data.DataLoader, "__iter__", wrapper)
 
 
+def cuda_graphs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    """A step that was captured into a graph never comes through a hook again: each replay of it is one."""
+
+    def capture_begin(original: Callable) -> Callable:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            session.capture_begins()
+            return original(self, *args, **kwargs)
+
+        return wrapped
+
+    def capture_end(original: Callable) -> Callable:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            session.graphs.end(self)
+            return result
+
+        return wrapped
+
+    def replay(original: Callable) -> Callable:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            captured = session.graphs.of(self)
+            if captured is None:
+                return original(self, *args, **kwargs)
+            session.replay_begins(captured)
+            result = original(self, *args, **kwargs)
+            session.replay_ends(captured)
+            return result
+
+        return wrapped
+
+    for wrapper in (capture_begin, capture_end, replay):
+        replace(stack, torch.cuda.CUDAGraph, wrapper.__name__, wrapper)
+
+
 def made(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Where loaders, schedules, wrappers and seeds are made."""
     makings(session.lines, stack)
@@ -289,10 +319,13 @@ LISTENERS = (
     optimizers_made,
     optimizer_steps,
     backwards,
+    asked_gradients,
+    prints,
     zero_grads,
     clips,
     grad_scalers,
     schedulers,
+    cuda_graphs,
     epochs,
     data_sets,
     pairs,
@@ -311,4 +344,6 @@ LISTENERS = (
     optimizer_states,
     returns,
     clip_coverage,
+    sampler_epochs,
+    collectives,
 )

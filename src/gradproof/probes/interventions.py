@@ -19,9 +19,9 @@ from torch.optim.optimizer import (
 )
 
 from gradproof.errors import UserError
-from gradproof.probes.hooks import replace
 from gradproof.probes.names import find_roots
 from gradproof.probes.optimizer import parameters_of
+from gradproof.probes.replacing import replace
 
 
 def intervene(stack: ExitStack, name: str, value: float) -> None:

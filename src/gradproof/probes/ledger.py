@@ -18,11 +18,17 @@ MOST_IN_FLIGHT = 8  # steps whose numbers may still be on their way from a GPU
 
 
 class Ledger:
-    """Takes closed steps; `on_row` hears of each row that has been written."""
+    """Takes closed steps; `on_row` hears of each row that has been written, `on_arrival` of all of a step's numbers."""
 
-    def __init__(self, writer: RunWriter, on_row: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        on_row: Callable[[dict[str, Any]], None],
+        on_arrival: Callable[[OpenStep, int, dict[str, np.ndarray]], None] | None = None,
+    ) -> None:
         self._writer = writer
         self._on_row = on_row
+        self._on_arrival = on_arrival
         self._ring: deque[tuple[int, list[str], np.ndarray]] = deque(maxlen=RING)
         self._in_flight: deque[tuple[OpenStep, int]] = deque()
 
@@ -48,6 +54,14 @@ class Ledger:
             self._write(step, number, step.reading.get())
 
     def _write(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
+        if found:
+            self._read(step, number, found)
+        self._writer.write_step(step.row)
+        if self._on_arrival is not None:
+            self._on_arrival(step, number, found)
+        self._on_row(step.row)
+
+    def _read(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
         row = step.row
         if step.losses:
             losses = sum(found[f"loss {i}"].sum() for i in range(step.losses))
@@ -55,7 +69,9 @@ class Ledger:
         for key in ("norm_before_clip", "cosine", "loss_scale", "lr"):
             if key in found:
                 row[key] = float(found[key].sum())
-        if any(values.any() for key, values in found.items() if key.startswith("stale ")):
+        if step.added_to_used and any(
+            values.any() for key, values in found.items() if key.startswith("stale ")
+        ):
             row["order"] = row["order"].replace("b", "gb", 1)
         if "found_inf" in found and found["found_inf"].any():
             row["skipped"] = 1
@@ -67,8 +83,6 @@ class Ledger:
             self._ring.append((number, step.norms, norms))
         if step.rows:
             self._write_statistics(step, number, found, scale)
-        self._writer.write_step(row)
-        self._on_row(row)
 
     def _write_statistics(
         self, step: OpenStep, number: int, found: dict[str, np.ndarray], scale: float

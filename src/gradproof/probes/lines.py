@@ -10,18 +10,21 @@ import functools
 import linecache
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import line_of, own_frames
+from gradproof.tape.living import Living
 
 MOST_SITES = 6  # of one kind
 MOST_LOOKS = 64  # calls of one kind that are looked at
 
+# `lr = 0.1 * 0.99**step`, `self.lr *= 0.5`, inside of a loop or function
+SETS_OWN_LR = re.compile(r"""^\s+(\w+\.)*(lr|learning_rate|step_size|alpha|eta|rate)\s*[-+*/]?=(?!=)""")
 SETS_LR = re.compile(r"""\[\s*["']lr["']\s*\]\s*[-+*/]?=(?!=)""")
 
 
@@ -30,8 +33,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.sites: dict[str, list[str]] = {}
-        # id of a parameter -> the parameter, and where the script itself gave it its first values
-        self.initialised: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self.initialised: Living[str] = Living()  # where the script itself gave a parameter its first values
         self._looks: dict[str, int] = {}
         self._places: dict[str, tuple[str, int]] = {}  # site -> whole path of its file, number of the line
 
@@ -39,7 +41,7 @@ class Lines:
         """Remember the line of the user's code that is running, and who called the function it stands in."""
         looks = self._looks[what] = self._looks.get(what, 0) + 1
         if looks <= MOST_LOOKS:
-            with suppress(Exception):  # a place is not worth a training
+            with quietly():  # a place is not worth a training
                 self._look(what, callers)
 
     def _look(self, what: str, callers: int) -> None:
@@ -63,7 +65,7 @@ class Lines:
                 if pattern.search(text.partition("#")[0]):
                     yield f"{file.rsplit('/', 1)[-1]}:{number}"
 
-    def read_source(self, accumulates: bool) -> None:
+    def read_source(self, accumulates: bool, own_updates: bool = False) -> None:
         """What the source tells beside the calls: where lr is set by hand, and what decides on a step."""
         if "step" not in self.sites:
             return
@@ -75,6 +77,9 @@ class Lines:
             by_hand = not {"scheduler", "scheduler made", "lr set"} & self.sites.keys()
             if by_hand and (set_at := list(lines_that_set_lr(short, linecache.getlines(file)))):
                 self.sites["lr set"] = set_at[:MOST_SITES]
+        if own_updates and "lr set" not in self.sites:
+            sets = list(self.find_lines("step", SETS_OWN_LR))
+            self.sites |= {"lr set": sets[-MOST_SITES:]} if sets else {}
 
 
 def lines_that_set_lr(file: str, source: list[str]) -> Iterator[str]:
@@ -130,9 +135,9 @@ def initialisings(lines: Lines, stack: ExitStack) -> None:
         @functools.wraps(original)
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
-            with suppress(Exception):
+            with quietly():
                 if not caller.f_globals["__name__"].startswith("torch."):
-                    lines.initialised[id(tensor)] = (weakref.ref(tensor), line_of(caller))
+                    lines.initialised[tensor] = line_of(caller)
             return original(tensor, *args, **kwargs)
 
         return call
@@ -168,6 +173,9 @@ def _things_made() -> Iterator[tuple[Any, str, str, int]]:
     yield torch.nn.parallel.DistributedDataParallel, "no_sync", "no_sync", 0
     for name in ("init_process_group", "all_reduce", "broadcast"):
         yield torch.distributed, name, name, 1
+    # isend and irecv stay as they are: torch itself asks whether it was given these very functions
+    for name in ("send", "recv", "batch_isend_irecv", "all_to_all", "all_to_all_single"):
+        yield torch.distributed, name, name, 0
     for name in ("all_reduce", "broadcast"):  # `from torch.distributed import all_reduce` came before
         original = getattr(torch.distributed, name)
         for key, module in list(sys.modules.items()):

@@ -1,24 +1,30 @@
 """Sees which rows each loader handed out last, so that an experiment can tell whether two loaders go together.
 
-Only loaders without workers; of each batch a few numbers are kept by which it is found again on the tape.
+Of each batch a few numbers are kept by which it is found again on the tape. Where workers read ahead, the rows of a
+batch are those that were sent out under its number.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter as Iterating
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as WithWorkers
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.session import Session
+from gradproof.tape.modes import unseen_by_modes
 
 MOST = 6  # loaders that are remembered, those that were read last
 NUMBERS = 2048  # of a batch
@@ -36,25 +42,50 @@ class Fetched:
 
 def loaders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Only while a step is taped: nobody else asks."""
-    original = fetch._MapDatasetFetcher.fetch
+    read, draw, receive = fetch._MapDatasetFetcher.fetch, Iterating._next_index, WithWorkers._next_data
+    sent: weakref.WeakKeyDictionary[Any, dict[int, list]] = weakref.WeakKeyDictionary()
 
-    def fetch_batch(self: Any, rows: Any) -> Any:
-        batch = original(self, rows)
+    def note(reader: Any, rows: Any, data: Any, batch: Any) -> None:
         if not session.alive or session.taping is None or not session.taping.active:
-            return batch
+            return
         began = time.perf_counter()
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             if torch.utils.data.get_worker_info() is None and isinstance(rows, list):
                 known: dict[int, Fetched] = session.facts.setdefault("_fetched", {})
-                known.pop(id(self), None)
-                known[id(self)] = describe(rows, len(self.dataset), batch)
+                known.pop(id(reader), None)
+                known[id(reader)] = describe(rows, len(data), batch)
                 while len(known) > MOST:
                     known.pop(next(iter(known)))
         session.own_seconds += time.perf_counter() - began
+
+    @functools.wraps(read)
+    def fetch_batch(self: Any, rows: Any) -> Any:
+        batch = read(self, rows)
+        note(self, rows, self.dataset, batch)
         return batch
 
-    fetch._MapDatasetFetcher.fetch = fetch_batch  # type: ignore[method-assign]
-    stack.callback(setattr, fetch._MapDatasetFetcher, "fetch", original)
+    @functools.wraps(draw)
+    def _next_index(self: Any) -> Any:
+        rows = draw(self)
+        if isinstance(self, WithWorkers) and getattr(self, "_in_order", True):
+            sent.setdefault(self, {})[self._send_idx] = rows
+        return rows
+
+    @functools.wraps(receive)
+    def _next_data(self: Any) -> Any:
+        batch = receive(self)
+        rows = sent.get(self, {}).pop(self._rcvd_idx - 1, None)
+        if rows is not None:
+            note(self, rows, self._dataset, batch)
+        return batch
+
+    for owner, name, wrapper, original in (
+        (fetch._MapDatasetFetcher, "fetch", fetch_batch, read),
+        (Iterating, "_next_index", _next_index, draw),
+        (WithWorkers, "_next_data", _next_data, receive),
+    ):
+        setattr(owner, name, wrapper)
+        stack.callback(setattr, owner, name, original)
 
 
 def describe(rows: list, length: int, batch: Any) -> Fetched:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradproof.probes.aside import is_recorded
+from gradproof.probes.guard import raised_by_signal
 from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
 from gradproof.probes.tensors import is_measurable
+from gradproof.tape.modes import unseen_by_modes
 
-# what is called with (kind, name, tensor, the module's class)
-Collect = Callable[[str, str, Tensor, str], None]
+# what is called with (kind, name, tensor, the module's class), and says whether it wants to hear more
+Collect = Callable[[str, str, Tensor, str], bool | None]
 
 MOST_TENSORS = 4  # of one module's output
 
@@ -47,12 +50,15 @@ class OutputProbe:
 
     def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
         try:
-            self._listen(module, output)
+            with unseen_by_modes():
+                self._listen(module, output)
         except Exception as error:
+            if raised_by_signal(error):
+                raise
             self._fail(error)
 
     def _listen(self, module: nn.Module, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or recomputing():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or recomputing() or is_recorded():
             return
         name = self._names.of_module(module)
         if name is None:
@@ -68,13 +74,16 @@ class OutputProbe:
                 continue
             self._last = weakref.ref(tensor)
             label = name if index == 0 else f"{name}[{index}]"
-            self._collect("output", label, tensor, type(module).__name__)
-            if tensor.requires_grad:
+            heard = self._collect("output", label, tensor, type(module).__name__)
+            if heard and tensor.requires_grad:
                 tensor.register_hook(self._backward(label, type(module).__name__))
 
     def _backward(self, label: str, made_by: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._collect("output_gradient", label, gradient, made_by)
+        def hook(gradient: Tensor | None) -> None:
+            # an output that the loss does not use (an LSTM's state, in a penalty a layer's output) has none
+            with unseen_by_modes():
+                if gradient is not None and is_measurable(gradient):
+                    self._collect("output_gradient", label, gradient, made_by)
 
         return hook
 

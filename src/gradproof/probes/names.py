@@ -17,75 +17,94 @@ import torch
 from torch import Tensor, nn
 
 from gradproof.tape.frames import locals_of
+from gradproof.tape.living import Living
 
 STANDARD = tuple({sysconfig.get_path("stdlib"), os.path.dirname(os.__file__)})
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Names:
-    """Parameter and module names; `roots` are the models that own what the optimizers train."""
+    """Parameter and module names; `roots` are the models that own what the optimizers train.
+
+    A name is given once: what comes after a model that is gone is called otherwise.
+    """
 
     def __init__(self, models: Iterable[nn.Module] | None = None) -> None:
-        self._given = list(models) if models is not None else None
-        self._parameters: dict[int, str] = {}
-        self._modules: dict[int, str] = {}
-        self._alive: list[Tensor | nn.Module] = []  # ids stay valid as long as their objects live
-        self.roots: dict[str, nn.Module] = {}
-        if self._given is not None:
-            self._name_models(self._given)
+        self.parameters: Living[str] = Living()
+        self._modules: Living[str] = Living()
+        self._roots: Living[str] = Living()  # each with what its parameters' names begin with
+        self._taken: set[str] = set()  # of parameters
+        self._prefixes: set[str] = set()
+        self._are_given = models is not None
+        if models is not None:
+            self._name_models(list(models))
+
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        return {prefix: root for root, prefix in self._roots.items()}
 
     def of_parameter(self, parameter: Tensor) -> str | None:
-        return self._parameters.get(id(parameter))
-
-    def by_parameter(self) -> dict[Tensor, str]:
-        """Every named parameter that is alive."""
-        return {t: self._parameters[id(t)] for t in self._alive if isinstance(t, Tensor)}
+        return self.parameters.get(parameter)
 
     def of_module(self, module: nn.Module) -> str | None:
-        return self._modules.get(id(module))
+        return self._modules.get(module)
 
     def is_outermost(self, module: nn.Module) -> bool:
         """A model itself, or the one that a wrapper is around."""
-        return any(module is root or module is root._modules.get("module") for root in self.roots.values())
+        return module in self._roots or any(module is wrapped_in(root) for root in self._roots)
 
     def learn(self, parameters: Iterable[Tensor]) -> None:
         """Make sure that all of these have a name; looks for models only if some have none."""
-        unknown = [p for p in parameters if id(p) not in self._parameters]
+        unknown = [p for p in parameters if p not in self.parameters]
         if not unknown:
             return
-        if self._given is None:
-            self._name_models(find_roots(unknown))
+        self._name_models(list(self._roots) if self._are_given else find_roots(unknown))
         frames = list(user_frames())
         for parameter in unknown:
-            if id(parameter) not in self._parameters:
-                name = find_variable(parameter, frames) or f"tensor{len(self._parameters)}"
-                self._add_parameter(name, parameter)
+            if parameter not in self.parameters:
+                self.call(parameter, find_variable(parameter, frames) or "")
+
+    def add_models(self, models: list[nn.Module]) -> None:
+        """Models that were found later than the others."""
+        if not self._are_given:
+            self._name_models([model for model in models if model not in self._roots])
+
+    def call(self, parameter: Tensor, name: str) -> str:
+        """Give a parameter a name of its own; the name that it has got."""
+        name = unique(name or f"tensor{len(self._taken)}", self._taken)
+        self._taken.add(name)
+        self.parameters[parameter] = name
+        return name
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """Another tensor is called so from here on; the old one may go."""
+        name = self.parameters.pop(old)
+        if name is not None and new not in self.parameters:
+            self.parameters[new] = name
 
     def trainable(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the models that wants a gradient, whether an optimizer has it or not."""
         for prefix, root in self.roots.items():
             for name, parameter in root.named_parameters():
                 if parameter.requires_grad:
-                    yield self._parameters.get(id(parameter), join(prefix, clean(name))), parameter
+                    yield self.parameters.get(parameter, join(prefix, clean(name))), parameter
 
     def _name_models(self, models: list[nn.Module]) -> None:
         frames = list(user_frames())
         labels = [find_variable(model, frames) or type(model).__name__.lower() for model in models]
-        single = len(models) == 1 and not self.roots
+        single = len(models) == 1 and not self._prefixes
         for label, model in zip(labels, models, strict=True):
-            prefix = "" if single else unique(label, self.roots)
-            self.roots[prefix] = model
-            self._alive.append(model)
+            prefix = self._roots.get(model)  # of one that has grown, the same as before
+            if prefix is None:
+                prefix = "" if single else unique(label, self._prefixes)
+            self._prefixes.add(prefix)
+            self._roots[model] = prefix
             for name, module in model.named_modules():
                 # the wrapper and what it wraps have one name; the inner one is what ran
-                self._modules[id(module)] = join(prefix, clean(name)) or label
+                self._modules[module] = join(prefix, clean(name)) or label
             for name, parameter in model.named_parameters():  # a tied weight keeps its first name
-                if id(parameter) not in self._parameters:
-                    self._add_parameter(join(prefix, clean(name)), parameter)
-
-    def _add_parameter(self, name: str, parameter: Tensor) -> None:
-        self._parameters[id(parameter)] = unique(name, self._parameters.values())
-        self._alive.append(parameter)
+                if parameter not in self.parameters:
+                    self.call(parameter, join(prefix, clean(name)))
 
 
 def find_roots(parameters: Iterable[Tensor]) -> list[nn.Module]:
@@ -101,6 +120,12 @@ def find_roots(parameters: Iterable[Tensor]) -> list[nn.Module]:
         if any(id(p) in wanted for p in module.parameters()):
             roots.append(module)
     return roots
+
+
+def wrapped_in(root: nn.Module) -> nn.Module | None:
+    """What DDP or DataParallel is around; a ScriptModule keeps its parts in something that is no dict."""
+    parts = root.__dict__.get("_modules")
+    return parts.get("module") if isinstance(parts, dict) else None
 
 
 def user_frames() -> Iterator[FrameType]:
@@ -172,8 +197,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def unique(name: str, taken: Iterable[str]) -> str:
-    taken = set(taken)
+def unique(name: str, taken: set[str]) -> str:
     if name not in taken:
         return name
     return next(f"{name}#{i}" for i in range(2, 10**6) if f"{name}#{i}" not in taken)

@@ -21,13 +21,27 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor:
-    """A number; still a tensor where reading it would wait for a GPU."""
+def changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Its parameters; of updates by hand those that were seen to change, as soon as any was."""
+    return getattr(optimizer, "changed", None) or parameters_of(optimizer)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter that has a gradient, and that gradient: read once, for it may be gone a moment later."""
+    given = getattr(optimizer, "given", {})  # of updates by hand: gradients that are in no .grad
+    for parameter in parameters_of(optimizer):
+        gradient = given.get(id(parameter), parameter.grad)
+        if gradient is not None:
+            yield parameter, gradient
+
+
+def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor | None:
+    """A number; still a tensor where reading it would wait for a GPU; of an update by hand nobody knows it."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and rate.device.type != "cpu"]
+    far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and not rate.is_cpu]
     if far:
         return torch.stack(far).max()
-    return max((float(rate) for rate in rates), default=0.0)
+    return max(map(float, rates), default=None)
 
 
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -82,13 +96,13 @@ def share_below(squares: list[Tensor], limits: list[float]) -> Tensor:
     A v of exactly zero has never seen a gradient (an unused row of an embedding) and does not count.
     """
     rows = sample(squares)
-    limit = torch.tensor(limits, dtype=torch.float32).to(rows.device, non_blocking=True)
+    limit = torch.tensor(limits, dtype=torch.float32, device="cpu").to(rows.device, non_blocking=True)
     used = rows > 0  # not nan
     return ((rows < limit[:, None]) & used).double().sum(dim=1) / used.double().sum(dim=1).clamp_min(1)
 
 
 class WeightCopy:
-    """The weights as they were before a step, in memory that is kept from step to step."""
+    """The weights as they were before a step; on a CPU in memory that is kept from step to step."""
 
     def __init__(self) -> None:
         self.before: list[Tensor] = []
@@ -101,6 +115,15 @@ class WeightCopy:
             self.before = [torch.empty_like(w) for w in weights]
         if weights:
             torch._foreach_copy_(self.before, weights)
+
+    def give_back(self) -> None:
+        """An accelerator's memory is the training's: another copy is made when one is wanted again."""
+        if any(weight.device.type != "cpu" for weight in self.before):
+            self.before = []
+
+    def fits(self, weights: list[Tensor]) -> bool:
+        """Whether these can be compared with the copies: not where a step has put other tensors in their place."""
+        return _same_layout(weights, self.before)
 
 
 def _same_layout(first: list[Tensor], second: list[Tensor]) -> bool:

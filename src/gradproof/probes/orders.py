@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gradproof.probes.names import own_frames
+from gradproof.probes.aside import is_recorded
+from gradproof.probes.guard import quietly
+from gradproof.probes.names import own_frames, user_frames
 from gradproof.probes.session import Session
 from gradproof.tape.frames import locals_of
+from gradproof.tape.modes import unseen_by_modes
+from gradproof.tape.replica import line_that_sets
 
 FEWEST, LONGEST = 100, 50_000  # ids
 MOST = 16  # orders
+MOST_TARGETS = 32  # columns as long as an order
 MOST_VALUES = 2_000  # variables and attributes that are looked at
 
 
@@ -29,12 +36,14 @@ def orders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
 
     def look(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         nonlocal looked
-        if looked or not session.alive or not chosen(optimizer):
+        if looked or not session.alive or not chosen(optimizer) or is_recorded():
             return
         looked = True
         began = time.perf_counter()
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             session.facts["_orders"] = list(islice(orders_kept(), MOST))
+            lengths = {len(order["places"]) for order in session.facts["_orders"]}
+            session.facts["_ordered_targets"] = list(islice(values_as_long(lengths), MOST_TARGETS))
         session.own_seconds += time.perf_counter() - began
 
     stack.callback(register_optimizer_step_post_hook(look).remove)
@@ -49,6 +58,35 @@ def orders_kept() -> Iterator[dict[str, Any]]:
             places = np.argsort(np.argsort(ids, kind="stable"), kind="stable") if ids is not None else None
             if places is not None and bool((np.diff(places) < 0).any()):
                 yield {"name": key, "places": torch.from_numpy(places)}
+
+
+def values_as_long(lengths: set[int]) -> Iterator[dict[str, Any]]:
+    """Columns of numbers with a row for each id, and the line that gave them to a variable or an attribute."""
+    for frame in user_frames() if lengths else ():
+        for name, value in locals_of(frame).items():
+            if is_column(value, lengths):
+                yield {"values": value.detach().clone(), "line": line_that_assigns(frame, name)}
+            elif not isinstance(value, type):
+                for key, kept in islice(getattr(value, "__dict__", {}).items(), 64):
+                    if is_column(kept, lengths):
+                        yield {"values": kept.detach().clone(), "line": line_that_sets(type(value), key)}
+
+
+def is_column(value: Any, lengths: set[int]) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() >= 1
+        and value.numel() == len(value)
+        and len(value) in lengths
+    )
+
+
+def line_that_assigns(frame: FrameType, name: str) -> str:
+    """The last line above the one that runs that gives a variable its value."""
+    file, first = frame.f_code.co_filename, max(frame.f_code.co_firstlineno, 1)
+    made = re.compile(rf"^[^=(]*\b{re.escape(name)}\b[^=(]*=(?!=)")
+    numbers = [n for n in range(first, frame.f_lineno) if made.search(linecache.getline(file, n))]
+    return f"{file.rsplit('/', 1)[-1]}:{numbers[-1]}" if numbers else ""
 
 
 def attributes_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:

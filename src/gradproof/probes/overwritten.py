@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
+from gradproof.probes.aside import is_recorded
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import user_line
 from gradproof.probes.session import Session
+from gradproof.tape.modes import unseen_by_modes
 
 SAMPLE = 256  # entries kept of each matrix
 FEWEST = 64  # entries of a matrix that can be told from another
@@ -47,8 +49,8 @@ def overwritten_loads(session: Session, stack: ExitStack, chosen: Callable[[Any]
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if session.alive and next(left, None) is not None:
-            with suppress(Exception), _disable_current_modes():  # a look is not worth a training
+        if session.alive and not is_recorded() and next(left, None) is not None:
+            with quietly(), unseen_by_modes():  # a look is not worth a training
                 matrices = [
                     p for p in self.parameters() if p.dim() >= 2 and p.numel() >= FEWEST and is_here(p)
                 ]
@@ -57,9 +59,9 @@ def overwritten_loads(session: Session, stack: ExitStack, chosen: Callable[[Any]
         return result
 
     def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        while waiting:
+        while waiting and not is_recorded():
             loaded = waiting.pop()
-            with suppress(Exception), _disable_current_modes():
+            with quietly(), unseen_by_modes():
                 gone, of = loaded.overwritten()
                 if of and gone == of:
                     session.facts.setdefault("overwritten_loads", []).append(

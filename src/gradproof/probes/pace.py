@@ -37,8 +37,7 @@ class Pace:
 
     def open_step(self, number: int, epoch: int, batch: int) -> OpenStep:
         """The step that begins now, as deep as it may be."""
-        since = None if self.nonfinite_step is None else number - self.nonfinite_step
-        depth = self._choose_depth(Moment(number, epoch, batch, self._rank, since))
+        depth = self._choose_depth(number, epoch, batch)
         return OpenStep(depth, sampled=depth >= EVERYTHING and self._is_time_to_sample(number))
 
     def must_pass_over(self, number: int) -> bool:
@@ -51,8 +50,11 @@ class Pace:
 
     def pay(self, number: int, depth: int, own_seconds: float) -> None:
         """Book what watching has taken in all; by default, what is measured in any case is not charged."""
+        seconds = own_seconds - self._paid
         if number > Purse.FIRST or self._strict:
-            self.purse.pay(depth, own_seconds - self._paid)
+            self.purse.pay(depth, seconds)
+        else:
+            self.purse.note_price(depth, seconds * (1 - Purse.ONCE) if number == 0 else seconds)
         self._paid = own_seconds
 
     def cost(self, own_seconds: float) -> dict[str, Any]:
@@ -67,14 +69,17 @@ class Pace:
             "budget": self.purse.budget if self._limited else None,
         }
 
-    def _choose_depth(self, now: Moment) -> int:
-        if self.looks_closely(now.step):
+    def _choose_depth(self, number: int, epoch: int, batch: int) -> int:
+        if self.looks_closely(number):
             return EVERYTHING
+        if not self._rules:
+            return self.purse.choose(number, self.elapsed(), self._paid)
+        since = None if self.nonfinite_step is None else number - self.nonfinite_step
+        now = Moment(number, epoch, batch, self._rank, since)
         wanted = max((rule.depth for rule in self._rules if rule.applies(now)), default=LIGHT)
         if not self._limited:
             return wanted
-        affordable = self.purse.choose(now.step, self.elapsed())
-        return min(affordable, wanted) if self._rules else affordable
+        return min(wanted, self.purse.choose(number, self.elapsed(), self._paid))
 
     def _is_time_to_sample(self, number: int) -> bool:
         now = time.perf_counter()

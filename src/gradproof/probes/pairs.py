@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import fetch
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.session import Session
+from gradproof.tape.modes import unseen_by_modes
 
 MOST_BATCHES = 600
 FEWEST = 20  # samples that came again, before it is said
@@ -33,7 +34,7 @@ def pairs(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
     def fetch_batch(self: Any, rows: Any) -> Any:
         batch = original(self, rows)
         began = time.perf_counter()
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             if session.alive and torch.utils.data.get_worker_info() is None:
                 seen = known.setdefault(id(self.dataset), Pairs())
                 changed = seen.look(rows, batch) and seen.again >= FEWEST
@@ -101,5 +102,5 @@ class Pairs:
 def fingerprints(part: Tensor) -> Tensor:
     """One number for each row, whatever padding it has at its end."""
     rows = part.detach().reshape(len(part), -1)[:, :COLUMNS].double()
-    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64) ** 2)
+    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device) ** 2)
     return torch.nan_to_num((rows * weights).cumsum(1)[:, -1])  # the same sum, whatever zeros follow

@@ -1,4 +1,7 @@
-"""What is known about the parameters of a training: who trains each, whether a gradient came, whether it moved."""
+"""What is known about the parameters of a training: who trains each, whether a gradient came, whether it moved.
+
+Models and optimizers may be gone before the run ends: what is to be said of them is found out while they live.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradproof.errors import UserError
 from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
 from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.record.writer import RunWriter
+from gradproof.tape.living import Living
+
+MOST_GONE = 2000  # parameters that live no more, and are still described
 
 
 class Parameters:
@@ -20,15 +27,27 @@ class Parameters:
     def __init__(self, writer: RunWriter, names: Names) -> None:
         self._writer = writer
         self._names = names
-        self._optimizers: dict[int, dict[str, Any]] = {}
+        self._optimizers: Living[dict[str, Any]] = Living()
+        self._optimizers_described: list[dict[str, Any]] = []  # by number
+        self._described: dict[str, dict[str, Any]] = {}  # by name
+        self._tensors: Living[str] = Living()  # of those that are described
         self._with_gradient: set[str] = set()
         self._start_values: dict[str, np.ndarray] = {}
-        self._known: dict[str, Tensor] = {}
+        self._moved: dict[str, bool] = {}  # as of the last look at each
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Every optimizer that has stepped."""
-        return [facts["object"] for facts in self._optimizers.values()]
+        """Every optimizer that has stepped and lives."""
+        return list(self._optimizers)
+
+    def knows(self, optimizer: object) -> bool:
+        return optimizer in self._optimizers
+
+    def forget(self, optimizer: object) -> None:
+        """It turned out to be none."""
+        facts = self._optimizers.pop(optimizer)
+        if facts is not None:
+            del self._optimizers_described[facts["number"] :]
 
     def got_gradients(self, names: dict[str, Tensor]) -> None:
         if not self._with_gradient.issuperset(names):
@@ -37,8 +56,13 @@ class Parameters:
 
     def describe_end(self) -> None:
         """Once more at the end, with whether each parameter has changed since it was first seen."""
-        if self._optimizers:
-            self.describe(self.which_changed())
+        if self._optimizers_described:
+            self.describe()  # other tensors may have taken the place of those that were known
+            self.look()
+            for name, changed in self._moved.items():
+                if name in self._described:
+                    self._described[name]["changed"] = changed
+            self._writer.set_info(parameters=list(self._described.values()))
 
     def name(self, parameter: Tensor) -> str:
         name = self._names.of_parameter(parameter)
@@ -48,63 +72,86 @@ class Parameters:
         return name or "?"
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        facts = self._optimizers.get(id(optimizer))
+        facts = self._optimizers.get(optimizer)
         if facts is None:
-            self._names.learn(optim.parameters_of(optimizer))
+            held = optim.parameters_of(optimizer)
+            if held and not any(map(has_numbers, held)):
+                raise UserError("every parameter is on the meta device, which holds no numbers to look at")
+            self._names.learn(held)
             label = find_variable(optimizer, user_frames()) or type(optimizer).__name__
-            number = len(self._optimizers)
-            facts = {"number": number, "name": label, "steps": 0, "object": optimizer}
-            self._optimizers[id(optimizer)] = facts  # "object" keeps the id taken
-            described = [
-                {"name": f["name"], **optim.describe(f["object"])} for f in self._optimizers.values()
-            ]
-            self._writer.set_info(optimizers=described)
+            facts = {"number": len(self._optimizers_described), "name": label, "steps": 0}
+            self._optimizers_described.append({"name": label, **optim.describe(optimizer)})
+            self._optimizers[optimizer] = facts
+            for each, known in self._optimizers.items():
+                self._optimizers_described[known["number"]] = {"name": known["name"], **optim.describe(each)}
+            self._writer.set_info(optimizers=self._optimizers_described)
             self.describe()
         return facts
 
-    def describe(self, changed: dict[str, bool] | None = None) -> None:
-        """Every trainable parameter: who trains it, whether a gradient ever came, whether it moved."""
+    def describe(self) -> None:
+        """Every trainable parameter: who trains it, whether a gradient ever came."""
         self._with_gradient.update(n for n, p in self._names.trainable() if p.grad is not None)
-        owner = {
-            self.name(p): facts["number"]
-            for facts in self._optimizers.values()
-            for p in optim.parameters_of(facts["object"])
-        }
-        known = dict(self._names.trainable())
-        for facts in self._optimizers.values():
-            known.update({self.name(p): p for p in optim.parameters_of(facts["object"])})
+        known = {name: p for p, name in self._tensors.items()} | dict(self._names.trainable())
+        owner: dict[str, int] = {}
+        by_hand = set()
+        for optimizer, facts in self._optimizers.items():
+            held = {self.name(p): p for p in optim.parameters_of(optimizer)}
+            known |= held
+            owner |= dict.fromkeys(held, facts["number"])
+            if hasattr(optimizer, "given"):
+                by_hand.add(facts["number"])
         fresh = {n: measuring.local(p) for n, p in known.items() if n not in self._start_values}
-        for name, values in zip(fresh, _fingerprints(list(fresh.values())), strict=True):
-            self._start_values[name] = values
-        self._writer.set_info(
-            parameters=[
-                {
-                    "name": name,
-                    "shape": list(p.shape),
-                    "dtype": str(p.dtype)[6:],
-                    "trainable": p.requires_grad,
-                    "optimizer": owner.get(name),
-                    "gradient": name in self._with_gradient,
-                    **({"changed": changed[name]} if changed else {}),
-                }
-                for name, p in known.items()
-            ]
-        )
-        self._known = known
+        self._start_values.update(zip(fresh, _fingerprints(list(fresh.values())), strict=True))
+        self._tensors = Living((p, name) for name, p in known.items())
+        for name, p in known.items():
+            before = self._described.get(name, {})
+            number = owner.get(name, before.get("optimizer"))  # its optimizer may be gone
+            self._described[name] = {
+                "name": name,
+                "shape": list(p.shape),
+                "dtype": str(p.dtype)[6:],
+                "trainable": p.requires_grad or number in by_hand,
+                "optimizer": number,
+                "gradient": name in self._with_gradient,
+            }
+        self._forget_the_oldest(known)
+        self._writer.set_info(parameters=list(self._described.values()))
 
-    def which_changed(self) -> dict[str, bool]:
-        known = self._known
-        now = _fingerprints([measuring.local(p) for p in known.values()])
-        return {
-            name: not np.array_equal(self._start_values[name], values, equal_nan=True)
-            for name, values in zip(known, now, strict=True)
+    def _forget_the_oldest(self, known: dict[str, Tensor]) -> None:
+        gone = [name for name in self._described if name not in known]
+        for name in gone[:-MOST_GONE]:
+            for facts in (self._described, self._start_values, self._moved):
+                facts.pop(name, None)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step has been made: after 1, 2, 4, 8, … of them it is looked at what has changed."""
+        steps = self._optimizers[optimizer]["steps"]
+        if steps & (steps - 1) == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Which of those that live, and have not moved so far, have other values than when they were first seen."""
+        parts = {
+            n: measuring.local(p)
+            for p, n in self._tensors.items()
+            if not self._moved.get(n) and has_numbers(p)
         }
+        still = {
+            name: part for name, part in parts.items() if part.numel()
+        }  # of a sharded one, a rank may hold nothing
+        values = _fingerprints(list(still.values()))
+        for name, now in zip(still, values, strict=True):
+            self._moved[name] = not np.array_equal(self._start_values[name], now, equal_nan=True)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta"
 
 
 def _fingerprints(tensors: list[Tensor]) -> list[np.ndarray]:
-    """Statistics that change when a tensor changes (this waits for the device: twice in a run)."""
+    """Statistics that change when a tensor changes (this waits for the device: a few times in a run)."""
     out: list[np.ndarray] = [np.empty(0)] * len(tensors)
-    keyed = {str(index): tensor for index, tensor in enumerate(tensors)}
+    keyed = {str(index): tensor for index, tensor in enumerate(tensors) if has_numbers(tensor)}
     for group in measuring.group_by_device(keyed).values():
         for key, row in zip(group, measuring.measure(list(group.values())).cpu().numpy(), strict=True):
             out[int(key)] = row

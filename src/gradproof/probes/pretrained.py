@@ -6,18 +6,19 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import line_of, own_frames
 from gradproof.probes.session import Session
 from gradproof.tape.frames import locals_of
+from gradproof.tape.modes import unseen_by_modes
 
 MOST = 64  # embeddings that are remembered
 
@@ -37,7 +38,7 @@ def listening(original: Callable, found: list[dict[str, Any]]) -> Callable:
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         made = original(cls, *args, **kwargs)
         if "freeze" not in kwargs and len(args) < 2 and len(found) < MOST:
-            with suppress(Exception), _disable_current_modes():  # a look is not worth a training
+            with quietly(), unseen_by_modes():  # a look is not worth a training
                 frames = list(own_frames())
                 given = any(is_same(value, made.weight) for value in values_from_outside(frames))
                 line = line_of(frames[0]) if frames else ""

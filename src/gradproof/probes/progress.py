@@ -7,14 +7,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 PERIOD = 0.5  # seconds between two looks
 
 
 def progress_line() -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
     """Two functions: one shows a row of the run, one wipes the line away; both silent unless at a terminal."""
-    terminal = sys.stderr if sys.stderr.isatty() else None
+    terminal = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
     clips: deque[bool] = deque(maxlen=100)
     last = 0.0
 
@@ -26,15 +27,40 @@ def progress_line() -> tuple[Callable[[dict[str, Any]], None], Callable[[], None
         if terminal is None or now - last < PERIOD:
             return
         last = now
-        terminal.write(f"\r\x1b[2K\x1b[2m{render_progress(row, clips)}\x1b[0m\r")
-        terminal.flush()
+        write(terminal, f"\r\x1b[2K\x1b[2m{render_progress(row, clips)}\x1b[0m\r")
 
     def wipe() -> None:
         if terminal is not None:
-            terminal.write("\r\x1b[2K")
-            terminal.flush()
+            write(terminal, "\r\x1b[2K")
 
     return show, wipe
+
+
+def write(terminal: TextIO, text: str) -> None:
+    """A script may have closed it meanwhile."""
+    with suppress(ValueError, OSError):
+        terminal.write(text)
+        terminal.flush()
+
+
+def examination_line() -> Callable[[dict[str, Any]], None]:
+    """Shows how far the examination has come, at a terminal."""
+    terminal = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+
+    def show(progress: dict[str, Any]) -> None:
+        if terminal is not None and "left" in progress:
+            write(terminal, f"\r\x1b[2K\x1b[2m{render_examination(progress)}\x1b[0m\r")
+
+    return show
+
+
+def render_examination(progress: dict[str, Any]) -> str:
+    """For example `gradproof · examining step 10 · [########............] 61 of 158 · Is the gradient right?`."""
+    asked, left = progress.get("asked", 0), progress.get("left", 0)
+    done = int(20 * asked / max(1, asked + left))
+    bar = "#" * done + "." * (20 - done)
+    text = f"gradproof · examining step {progress.get('step', '?')} · [{bar}] {asked} of {asked + left} · "
+    return (text + progress.get("question", ""))[:110] + " (Ctrl-C skips)"
 
 
 def render_progress(row: dict[str, Any], clips: deque[bool]) -> str:

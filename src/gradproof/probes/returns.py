@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.optim.optimizer import Optimizer
 
 from gradproof.probes.copies import signature_of
+from gradproof.probes.guard import raised_by_signal
 from gradproof.probes.optimizer import parameters_of
 from gradproof.probes.session import Session
 from gradproof.probes.tensors import local
+from gradproof.tape.living import Living
 
 MOST_STATES = 32  # different ones: whoever clamps or averages weights never comes back to the same
 SAMPLE = 16  # numbers that show whether anything was written
@@ -33,29 +29,9 @@ COPIES = re.compile(r"\.copy_\(|\.data\s*=(?!=)")
 
 
 def returns(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
-    """Compares the trained weights before each step with what the step before it left."""
-    seen = Returns(session)
-
-    def guarded(look: Callable[[Optimizer], None]) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-            if seen.over or not session.alive or not chosen(optimizer):
-                return
-            if session.unseen:  # what is written around a step that is passed over is not known
-                seen.left.pop(optimizer, None)
-                return
-            began = time.perf_counter()
-            taped = session.taping is not None and session.taping.active
-            try:
-                with _disable_current_modes() if taped else nullcontext():
-                    look(optimizer)
-            except Exception:  # sharded, sparse, on another device: weights of a kind that is not known here
-                seen.over = True
-            session.own_seconds += time.perf_counter() - began
-
-        return hook
-
-    stack.callback(register_optimizer_step_pre_hook(guarded(seen.before)).remove)
-    stack.callback(register_optimizer_step_post_hook(guarded(seen.after)).remove)
+    """Compares the trained weights before each step with what the step before it left, as the session's events come."""
+    session.returns = Returns(session)
+    stack.callback(setattr, session, "returns", None)
 
 
 class Returns:
@@ -64,39 +40,67 @@ class Returns:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.over = False
-        self.first: dict[Optimizer, tuple[float, ...]] = {}  # a fingerprint of the weights each began with
-        self.left: dict[Optimizer, list[float]] = {}  # some numbers, as its last step left them
+        self.first: Living[tuple[float, ...]] = (
+            Living()
+        )  # a fingerprint of the weights each optimizer began with
+        self.left: Living[list[float]] = Living()  # some numbers, as its last step left them
+        self.begun: Living[None] = Living()  # parameters that some optimizer has begun with
         self.states: dict[tuple, list[int]] = {}  # what all weights became, and at which steps
+        self.views: Living[Tensor] = Living()  # where those numbers lie
         self.loaded = 0  # states of optimizers, until the last writing
-        self.base: dict[Optimizer, list[float]] = {}  # some numbers, as the last writing left them
+        self.base: Living[list[float]] = Living()  # some numbers, as the last writing left them
 
     def before(self, optimizer: Optimizer) -> None:
-        if optimizer not in self.first:
-            self._begin(optimizer)
-        elif optimizer in self.left and self._is_overwritten(optimizer):
-            self._note_what_is_taken_back(optimizer)
-            self._note()
+        """An optimizer is about to step."""
+        try:
+            if optimizer not in self.first:
+                self._begin(optimizer)
+            elif optimizer in self.left and self._is_overwritten(optimizer):
+                self._note_what_is_taken_back(optimizer)
+                self._note()
+        except Exception as error:
+            self._give_up(error)
 
     def after(self, optimizer: Optimizer) -> None:
-        self.left[optimizer] = some_numbers(optimizer) if is_readable(optimizer) else []
+        try:
+            self.left[optimizer] = self._some_numbers(optimizer)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Sharded, sparse, on another device: weights of a kind not known here."""
+        if raised_by_signal(error):
+            raise error
+        self.over = True
+
+    def _some_numbers(self, optimizer: Optimizer) -> list[float]:
+        """Of its last matrix, which is near the loss: all of it moves at every step. None of what is on a GPU."""
+        matrix = last_matrix(optimizer)
+        if not matrix.is_cpu:
+            return []
+        view = self.views.get(optimizer)
+        if view is None or view.data_ptr() != matrix.data_ptr() or view.dtype != matrix.dtype:
+            flat = local(matrix).reshape(-1)
+            view = self.views[optimizer] = flat[:: max(1, flat.numel() // SAMPLE)]
+        return view.tolist()
 
     def _begin(self, optimizer: Optimizer) -> None:
         """One that is made anew over the same weights starts training anew, and may start where it began."""
-        known = {id(p) for other in self.first for p in parameters_of(other)}
-        if any(id(p) in known for p in parameters_of(optimizer)):
+        if any(p in self.begun for p in parameters_of(optimizer)):
             self._it_is_meant()
+        for parameter in parameters_of(optimizer):
+            self.begun[parameter] = None
         self.first[optimizer] = fingerprint(optimizer, self.session)
-        if is_readable(optimizer):
-            self.base[optimizer] = some_numbers(optimizer)
+        if now := self._some_numbers(optimizer):
+            self.base[optimizer] = now
 
     def _it_is_meant(self) -> None:
         self.over = True
         self.session.facts.pop("returns", None)
 
     def _is_overwritten(self, optimizer: Optimizer) -> bool:
-        if is_readable(optimizer):
-            return some_numbers(optimizer) != self.left[optimizer]
-        return self._loaded() is not None
+        now = self._some_numbers(optimizer)
+        return now != self.left[optimizer] if now else self._loaded() is not None
 
     def _loaded(self) -> str | None:
         """The line of a load_state_dict since the last step."""
@@ -105,9 +109,9 @@ class Returns:
 
     def _note_what_is_taken_back(self, optimizer: Optimizer) -> None:
         """Of the way that the weights have gone since they were last written over: the share that is lost."""
-        if not is_readable(optimizer):
+        now, base = self._some_numbers(optimizer), self.base.get(optimizer)
+        if not now:
             return
-        now, base = some_numbers(optimizer), self.base.get(optimizer)
         self.base[optimizer] = now
         if base is not None:
             way = [left - start for left, start in zip(self.left[optimizer], base, strict=True)]
@@ -123,15 +127,15 @@ class Returns:
         if self._optimizer_is_put_back():
             self._it_is_meant()
             return
-        state = {optimizer: fingerprint(optimizer, self.session) for optimizer in self.first}
+        state = [fingerprint(optimizer, self.session) for optimizer in self.first]
         for optimizer in self.left:
             self.after(optimizer)  # one writing is seen once, whatever number of optimizers it is about
-        steps = self.states.setdefault(tuple(state.values()), [])
+        steps = self.states.setdefault(tuple(state), [])
         steps.append(self.session.step)
         if len(self.states) > MOST_STATES:
             self._it_is_meant()
         elif len(steps) >= 2 and len(steps) == max(map(len, self.states.values())):
-            self._describe(steps, state == self.first)
+            self._describe(steps, state == self.first.values())
         if "returns" in self.session.facts:
             self.session.facts["returns"]["writes"] = sum(map(len, self.states.values()))
 
@@ -160,21 +164,16 @@ class Returns:
         return found[0] if len(found) == 1 else ""
 
 
-def is_readable(optimizer: Optimizer) -> bool:
-    """Whether its numbers can be read without waiting for a GPU."""
-    return all(p.device.type == "cpu" for p in parameters_of(optimizer)[-2:])
-
-
 def has_moments(optimizer: Optimizer) -> bool:
     return any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
 
 
-def some_numbers(optimizer: Optimizer) -> list[float]:
-    """Of its last matrix, which is near the loss: all of it moves at every step."""
-    tensors = parameters_of(optimizer)
-    last = next((p for p in reversed(tensors[-4:]) if p.dim() >= 2), tensors[-1])
-    flat = local(last).reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].tolist()
+def last_matrix(optimizer: Optimizer) -> Tensor:
+    tensors = optimizer.param_groups[-1]["params"]
+    for parameter in reversed(tensors[-4:]):
+        if parameter.dim() >= 2:
+            return parameter
+    return tensors[-1]
 
 
 def fingerprint(optimizer: Optimizer, session: Session) -> tuple[float, ...]:

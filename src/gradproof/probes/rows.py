@@ -9,13 +9,14 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from linecache import getlines
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import own_frames
 from gradproof.probes.session import Session
 
@@ -33,7 +34,7 @@ def rows(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> N
 
     @functools.wraps(make)
     def init(self: DataLoader, *args: Any, **kwargs: Any) -> None:
-        with suppress(Exception):  # a place is not worth a training
+        with quietly():  # a place is not worth a training
             frame = next(own_frames())
             places[self] = (frame.f_code.co_filename, frame.f_lineno)
         make(self, *args, **kwargs)
@@ -41,7 +42,7 @@ def rows(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> N
     @functools.wraps(begin)
     def __init__(self: Any, loader: DataLoader) -> None:
         begin(self, loader)
-        with suppress(Exception):
+        with quietly():
             if session.alive and isinstance(getattr(loader.batch_sampler, "sampler", None), RandomSampler):
                 seen = rows_of(known, loader.dataset)
                 if seen is not None:
@@ -52,7 +53,7 @@ def rows(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> N
     def _next_index(self: Any) -> Any:
         found = draw(self)
         began = time.perf_counter()
-        with suppress(Exception):
+        with quietly():
             seen = passes.get(self)
             if seen is not None and seen.note(found, session.step):
                 session.facts.setdefault("rows", {})[seen.name] = seen.describe(session.step)

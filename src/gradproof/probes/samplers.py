@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
 
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import own_frames
 from gradproof.probes.session import Session
+from gradproof.tape.modes import unseen_by_modes
 
 MOST = 8  # loaders with weights
 MOST_SAMPLES = 2_000_000
@@ -34,13 +35,13 @@ def samplers(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) 
     @functools.wraps(make)
     def init(self: WeightedRandomSampler, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        with suppress(Exception):  # a place is not worth a training
+        with quietly():  # a place is not worth a training
             frame = next(own_frames())
             places[self] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
     @functools.wraps(iterate)
     def __iter__(self: DataLoader) -> Any:
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             sampler = find_sampler(self)
             if sampler is not None and sampler not in known and len(known) < MOST and session.alive:
                 known.add(sampler)

@@ -123,7 +123,11 @@ class Purse:
     """
 
     GRACE = 0.25  # seconds that may be spent before there is income: the first steps tell most
-    FIRST = 3  # steps that are measured whole in any case
+    FIRST = 3  # steps that are measured whole, unless the very first was dear
+    DEAR = (
+        1.5  # seconds: after a first step of less, the last of them is, too, and tells what such a step takes
+    )
+    ONCE = 0.75  # of what the first step took, at a guess, is done once: kernels are compiled, tables made
 
     def __init__(self, budget: float, grace: float | None = None) -> None:
         self.budget = budget
@@ -133,9 +137,11 @@ class Purse:
         self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
         self.left_out = 0  # steps that were not even measured lightly
 
-    def choose(self, step: int, elapsed: float) -> int:
-        """The deepest depth that is affordable for the step that begins now."""
-        if step < self.FIRST:
+    def choose(self, step: int, elapsed: float, taken: float = 0.0) -> int:
+        """The deepest depth that is affordable for the step that begins now; `taken` is what the first ones took."""
+        if step == 0 or (step < self.FIRST and taken < 2 * self.GRACE):
+            return EVERYTHING
+        if step == self.FIRST - 1 and taken < self.DEAR:
             return EVERYTHING
         half = (self.grace + self.budget * elapsed) / 2
         deep_left = half - self._deep_spent
@@ -156,6 +162,10 @@ class Purse:
         self.spent += seconds
         if depth >= PARAMETERS:
             self._deep_spent += seconds
+        self.note_price(depth, seconds)
+
+    def note_price(self, depth: int, seconds: float) -> None:
+        """What a step of this depth costs; by default, the first ones are not charged."""
         if depth > BARE:
             old = self._price[depth]
             self._price[depth] = seconds if old == 0 else 0.7 * old + 0.3 * seconds

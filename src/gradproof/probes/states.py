@@ -12,10 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradproof.probes.aside import is_recorded
+from gradproof.probes.guard import quietly
+from gradproof.probes.masters import are_copies
 from gradproof.probes.names import user_line
 from gradproof.probes.session import Session
+from gradproof.tape.living import Living
+from gradproof.tape.modes import unseen_by_modes, without_trace
 
 MOST = 20  # events kept of one kind
+LOOKS = (0, 1, 3, 10, 30)  # clips at which other tensors than those that are stepped are looked at
 
 
 def loads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
@@ -36,7 +42,9 @@ def loads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> 
 
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        facts = _describe_load(session, self, state_dict) if len(found) < MOST and session.alive else None
+        facts = None
+        if len(found) < MOST and session.alive:
+            facts = without_trace(_describe_load, session, self, state_dict)
         known = taken.get(id(state_dict))
         if facts is not None and known is not None and known[0]() is state_dict:
             facts["taken"] = known[1]
@@ -88,9 +96,7 @@ def optimizer_states(session: Session, stack: ExitStack, chosen: Callable[[Any],
     """Whether an optimizer's state is restored where a checkpoint holds one, and whether optimizers are made anew."""
     facts = session.facts.setdefault("optimizer_states", {"in_files": 0, "loaded": 0, "remade": []})
     restore, load = Optimizer.load_state_dict, torch.load
-    trained: dict[
-        int, tuple[Any, str]
-    ] = {}  # first parameter -> what trained it; parameters live as long as this
+    trained: Living[str] = Living()  # the first parameter of each -> what trained it
 
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         facts["loaded"] += 1
@@ -110,12 +116,12 @@ def optimizer_states(session: Session, stack: ExitStack, chosen: Callable[[Any],
         first = next((p for group in self.param_groups for p in group["params"]), None)
         if first is None:
             return
-        if id(first) in trained and trained[id(first)][1] == type(self).__name__ and session.step > 0:
+        if trained.get(first) == type(self).__name__ and session.step > 0:
             if len(facts["remade"]) < 1000:
                 facts["remade"].append(session.step)
             facts["remade_line"] = user_line()
             facts["remade_class"] = type(self).__name__
-        trained[id(first)] = (first, type(self).__name__)
+        trained[first] = type(self).__name__
 
     for owner, name, new in (
         (Optimizer, "load_state_dict", functools.wraps(restore)(load_state_dict)),
@@ -132,27 +138,51 @@ def _is_optimizer_state(value: Any) -> bool:
 
 def note_clip(session: Session, parameters: Iterable[Tensor]) -> None:
     """Which parameters the next optimizer step finds clipped."""
+    if session.owner.elsewhere():
+        return
     session.lines.note("clip")
-    session.facts.setdefault("_clipped", set()).update(id(p) for p in parameters)
+    clipped = session.facts.setdefault("_clipped", Living())
+    for parameter in parameters:
+        clipped[parameter] = None
 
 
 def clip_coverage(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Of the parameters that a step changes, how many the clip before it was given."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    facts = session.facts.setdefault("clip", {"steps": 0, "given": 0, "stepped": 0, "foreign": 0})
+    facts = session.facts.setdefault(
+        "clip", {"steps": 0, "given": 0, "stepped": 0, "foreign": 0, "copies": 0}
+    )
+    refuted = False  # once what is stepped is no copy of what is clipped, it never was
 
     def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        nonlocal refuted
+        if session.owner.elsewhere():
+            return
         if "sharded" not in session.facts:  # each rank then holds another part of every tensor
             every = [p for group in optimizer.param_groups for p in group["params"]]
-            session.facts["sharded"] = any(hasattr(p, "to_local") for p in every)
+            flat = any(getattr(p, "_is_flat_param", False) for p in every)  # FSDP1
+            session.facts["sharded"] = flat or any(hasattr(p, "to_local") for p in every)
         given = session.facts.pop("_clipped", None)
         if given is None or facts["steps"] >= 50 or not chosen(optimizer):
             return
+        if session.facts["sharded"] and not any(hasattr(p, "to_local") for p in given):
+            return  # the parts of parameters that lie here: other tensors, and the same memory
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        missed = [p for p in stepped if p not in given]
+        if missed and not refuted and not is_recorded():
+            facts["copies"] += len(missed)
+            if facts["steps"] in LOOKS and not _are_copies(missed, list(given)):
+                facts["copies"], refuted = 0, True
         facts["steps"] += 1
         facts["stepped"] += len(stepped)
-        facts["given"] += sum(id(p) in given for p in stepped)
-        facts["foreign"] += len(given - {id(p) for p in stepped})
+        facts["given"] += len(stepped) - len(missed)
+        facts["foreign"] += len(set(map(id, given)) - set(map(id, stepped)))
 
     stack.callback(register_optimizer_step_pre_hook(before).remove)
+
+
+def _are_copies(stepped: list[Tensor], clipped: list[Tensor]) -> bool:
+    with quietly(), unseen_by_modes():
+        return are_copies(stepped, clipped)
+    return True  # nothing is said of tensors of a kind that is not known here

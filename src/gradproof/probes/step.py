@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradproof.probes import tensors as measuring
+from gradproof.probes.graphs import Captured
 from gradproof.probes.reading import Reading
 
 KEEP = 1 << 18  # entries of an output up to which it is copied, to be measured with others in one call
@@ -22,16 +24,35 @@ class OpenStep:
         self.waits = False  # for a GPU's numbers: a taped step is slow anyway
         self.sampled = sampled  # percentiles and exponents too
         self.order: list[str] = []
+        self.backwards = 0
+        self.is_fresh = True  # neither a backward nor a zero_grad so far
+        self.used: list[
+            tuple[weakref.ref[Tensor], int]
+        ] = []  # gradients of the step before, as backward finds them
+        self.added_to_used = False
+        self.is_scaled = False
         self.row: dict[str, Any] = {}
-        self.losses = 0
+        self.losses = 0  # sums of losses that travel with the step's other numbers
+        self._far_losses: list[Tensor] = []
         self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
         self.norms: list[str] = []
         self.reading = Reading()
+        # of a rank's fingerprints: kind and names of what was measured, what is known of the batch, when it was
+        self.prints: list[tuple[str, list[str]]] = []
+        self.batch: dict[str, float] = {}
+        self.times: dict[str, float] = {}
         self._kept: list[tuple[str, str, Tensor]] = []
         self._kept_size = 0
 
+    def backward_returned(self) -> None:
+        """Where it has added to gradients that were there; those of master weights are none of its own."""
+        held = ((held(), version) for held, version in self.used)
+        self.added_to_used |= any(gradient is not None and gradient._version > v for gradient, v in held)
+        self.used = []
+
     def close(self, **where: float) -> None:
         """The row is whole but for the numbers that are still on their way."""
+        self._add_up_losses()
         order = "".join(self.order)
         self.row.update(where, backwards=order.count("b"), order=order, depth=self.depth)
 
@@ -40,15 +61,36 @@ class OpenStep:
         if not measuring.is_measurable(loss):
             return True
         if loss.numel() != 1:
-            loss = (loss * weight.detach()).sum() if weight is not None else loss.sum()
+            loss = (loss.detach() * weight.detach()).sum() if weight is not None else loss.detach().sum()
         loss = loss.real if loss.is_complex() else loss
-        if loss.device.type != "cpu":
-            self.reading.add(f"loss {self.losses}", loss)
-            self.losses += 1
+        if not loss.is_cpu:
+            self._far_losses.append(loss.detach().reshape(()))  # no launch: micro-batches may be many
             return True
         value = loss.item()
         self.row["loss"] = self.row.get("loss", 0.0) + value
         return math.isfinite(value)
+
+    def _add_up_losses(self) -> None:
+        """One sum for each device and precision, whatever the number of backwards."""
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for loss in self._far_losses:
+            groups.setdefault((loss.device, loss.dtype), []).append(loss)
+        for losses in groups.values():
+            self.reading.add(f"loss {self.losses}", torch.stack(losses).sum(dtype=torch.float64))
+            self.losses += 1
+        self._far_losses = []
+
+    def add_captured(self, captured: Captured) -> None:
+        """What a CUDA graph has done once more; its numbers are copied, for the next replay writes over them."""
+        self.order += captured.order
+        self.backwards += captured.order.count("b")
+        self.is_fresh = False
+        for loss, weight in captured.losses:
+            self.add_loss(loss.clone(), weight)
+        if captured.clip_limit is not None:
+            self.row["clip_limit"] = captured.clip_limit
+        if captured.norm_before_clip is not None:
+            self.reading.add("norm_before_clip", measuring.local(captured.norm_before_clip).clone())
 
     def measure(self, kind: str, named: dict[str, Tensor]) -> bool:
         """As `measure_rows`, for tensors of one kind."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
+from gradproof.probes.aside import is_recorded
+from gradproof.probes.guard import quietly
 from gradproof.probes.names import own_frames
 from gradproof.probes.session import Session
 from gradproof.tape.frames import locals_of
+from gradproof.tape.modes import unseen_by_modes
 
 MOST_ROWS = 50_000
 FEWEST_ROWS = 200
@@ -35,11 +37,11 @@ def tables(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) ->
 
     def look(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         nonlocal looked
-        if looked or not session.alive or not chosen(optimizer):
+        if looked or not session.alive or not chosen(optimizer) or is_recorded():
             return
         looked = True
         began = time.perf_counter()
-        with suppress(Exception), _disable_current_modes():
+        with quietly(), unseen_by_modes():
             session.facts["_tables"] = list(short_columns())
             session.facts["_stepped_tables"] = list(islice(stepped_tables(), MOST_STEPPED))
         session.own_seconds += time.perf_counter() - began

@@ -1,132 +1,322 @@
-"""Decides which steps are taped, and hands each tape to whoever examines it.
+"""Decides which steps are taped, and makes a specimen of each. Nothing is examined here: that is no work of a training.
 
-While the allowance lasts (a few seconds at the start) every step is taped, so that a NaN in the early steps is
-caught in the act. After that a step is taped at each power of √10, and whenever trouble is brewing, as long as the
-budget affords it. A compiled model is left alone: an active tape would run it operation by operation.
+While the allowance lasts (a second of wall time at the start) every step is taped, so that a NaN in the early steps is
+caught in the act. After that a step is taped at each power of √10, and whenever trouble is brewing, as long as a small
+share of the wall time affords it. The first landmark is always taped.
 
-A step that turns out bad while its weights are still good is examined at once, before the update is written: from
-its tape or, where it has none, from the model's calls, made again.
+A step that turns out bad while its weights are still good and that is not taped is recorded all the same: from the
+model's calls, made again.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import random
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from gradproof.probes.again import Again, Calls
-from gradproof.probes.names import Names
-from gradproof.tape.operations import Tape
+from gradproof.probes.capture import capture, handed_over
+from gradproof.probes.guard import raised_by_signal
+from gradproof.probes.shelf import Shelf, available_memory
+from gradproof.tape.arrays import content_of
+from gradproof.tape.aside import SMALL, Room, ahead_of
+from gradproof.tape.modes import unseen_by_modes
 from gradproof.tape.record import Recorder
+from gradproof.tape.shards import is_flat, is_sharded
+from gradproof.tape.specimen import Specimen
+from gradproof.tape.tensors import nbytes
 
-ALLOWANCE = 6.0  # seconds that taping and examining may add before the budget counts
-SHARE = 0.02  # of the wall time, after that
-MOST_OPERATIONS = 300_000  # a validation epoch between two steps would make a tape without end
+ALLOWANCE = 1.0  # seconds of wall time that recording may add before its share counts
+SHARE = 0.01  # of the wall time, after that
+MOST_OPERATIONS = 300_000  # of one step
 LANDMARKS = frozenset(round(10 ** (k / 2)) for k in range(20))  # 1, 3, 10, 32, 100, …
-LONG_BEFORE_TRAINING = (
-    10.0  # seconds between the making of an optimizer and its first step that are still taped
-)
+FIRST_LANDMARK, SECOND_LANDMARK = 1, 3
+TWO_LANDMARKS = 3.0  # seconds that the first two may add together
 NEW_STAGE_AFTER = 30  # steps: optimizers made earlier belong together
 MOST_STAGES = 3
-STAGE_ALLOWANCE = 2.0  # seconds for each
+STAGE_ALLOWANCE = 0.5  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
-
-EXAMINER = "gradproof.experiments.examination"  # named, not imported: experiments stand above probes
-MOST_LOOKS = 3  # bad steps that are looked into before their update
-
-
-class Examine(Protocol):
-    """Who is given the tapes."""
-
-    def __call__(self, tape: Tape, step: int, thorough: bool) -> None:
-        """A whole step; thorough at landmarks and in trouble."""
-
-    def locate(self, tape: Tape, step: int, again: Again | None = None) -> bool:
-        """A step that is bad before its update: True once the place is known."""
+MOST_TROUBLED = 12  # steps that are taped because of trouble
+MOST_LOOKS = 3  # bad steps that are made again
+LARGE = 64 << 20  # bytes
+MOST_IN_A_ROW = 56  # steps, one after the other: who looks at every step has seen enough then
+HOST_SHARE = 0.4  # of the memory that the host could still give, for one specimen
 
 
-def begin_taping(session: Any, budget: float | None = None, only: int | None = None) -> None:
-    """Tape steps of a session from here on, and have the experiments look at them."""
-    examine: Examine = import_module(EXAMINER).Examination(session)
-    session.taping = Taping(session.names, examine, session.fail, only=only, budget=budget)
+class Shelves(Protocol):
+    """Who is given the specimens."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def put(self, specimen: Specimen) -> None: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+    def clear_away(self) -> None: ...
+
+
+def begin_taping(
+    session: Any, budget: float | None = None, only: int | None = None, limit: int | None = None
+) -> Taping:
+    """Tape steps of a session from here on, and put them on the shelf of its run."""
+    session.taping = Taping(session, Shelf(session.writer.path, limit), only=only, budget=budget)
+    return session.taping
 
 
 _recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
-
-
-def has_room_for_tape() -> bool:
-    """Whether the GPU, if one is used, has memory left for a tape beside the step itself: half of what it holds now."""
-    if not torch.cuda.is_initialized():
-        return True
-    held = torch.cuda.memory_allocated()
-    spare = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
-    of_a_step = torch.cuda.max_memory_allocated() - held
-    return spare - of_a_step > held / 2
 
 
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
     def __init__(
-        self,
-        names: Names,
-        examine: Examine,
-        fail: Callable[[Exception], None],
-        only: int | None = None,
-        budget: float | None = None,
+        self, session: Any, shelf: Shelves, *, only: int | None = None, budget: float | None = None
     ) -> None:
-        self.calls = Calls(fail)
+        self.calls = Calls(session.fail)
         self.only = only  # the one step that was asked for
         # a budget that was asked for knows no allowance: landmarks only, each when it has been earned
         self._allowance, self._share = (ALLOWANCE, SHARE) if budget is None else (0.0, budget)
-        self._names = names
-        self._examine = examine
+        self.shelf = shelf
+        self._session = session
         self._on_cpu: list[bool] = []  # of each model
         self._recorder: Recorder | None = None
         self._step = -1
-        self._began = time.perf_counter()
-        self._turned = time.process_time()
+        self._began, self._turned = time.perf_counter(), seconds_of_training()
         self._first = 0  # step of the stage of training that is under way
         self._stages = 0
-        self._plain = float("inf")  # seconds of the shortest untaped step
+        self._plain: deque[float] = deque(maxlen=9)  # seconds of the last untaped steps
+        self._cost = 0.0  # of the last tape
+        self._room = Room()
+        self._at_landmark = False
+        self._overdue: int | None = None  # the landmark that waits for room on the host
         self._looks = 0
+        self._again: dict[str, str] | None = None  # of the step that was asked for, by compiled code
+        self._arrays: list[Any] = []  # arrays that steps have put together
         self._recent: dict[tuple[Any, str], deque[float]] = {}  # (optimizer, column) -> values
         self.trouble = False  # look at the coming steps whatever the landmarks say
+        self._troubled = 0  # steps that were taped for that
         self.spent = 0.0
         self.taped = 0
         self.broken: str | None = None
+        self.refused = ""  # why no step is taped
+        self.unrecorded: dict[int, str] = {}  # steps whose recording did not come to its end, and why
 
     @property
     def active(self) -> bool:
         return self._recorder is not None
 
-    def begin(self, step: int, compiled: bool) -> None:
+    # the turn of a step -----------------------------------------------------------------------------------
+
+    def begin(self, step: int, compiled: bool, by_hand: bool = False) -> None:
         """A step begins: tape it or not."""
-        self._turned = time.process_time()  # of this process: a busy machine must not eat the allowance
+        if by_hand:  # where it ends is not where the last one has
+            self._turned = seconds_of_training()
         self._step = step
-        left_alone = compiled and self.only is None
-        if self.broken or left_alone or _recording or not self._affords(step):
+        self._room.tend()
+        landmark = step if self._overdue is None else self._overdue
+        if self.broken or self.refused or _recording or self._room.busy or not self._affords(landmark):
             return
-        if any(hasattr(parameter, "to_local") for parameter in self._names.by_parameter()):
-            return  # sharded: a look at a value is a conversation with the other ranks
-        self._recorder = Recorder(names=self._names.by_parameter())
+        with unseen_by_modes():
+            names = self._session.names.parameters
+            if is_flat(names, self._session.names.roots.values()):
+                self.refused = (
+                    "FullyShardedDataParallel takes the memory of parameters away while a step runs"
+                )
+                return
+            if not fits_in_memory(names):
+                return
+            memories = {} if is_sharded(names) else ahead_of(self._to_be_overwritten())
+            if self.only is None and not self._has_room_for(memories.values()):
+                self._overdue = landmark
+                return
+        self._at_landmark = self._is_landmark(step)
+        self._overdue = None
+        self._recorder = Recorder(names=names, waits=True, compiled=compiled)
         _recording.append(self)
         try:
             self._recorder.start(inside_optimizer_hook=True)
+            self._recorder.state.by_hand = by_hand
+            self._recorder.copy_ahead(memories, self._room)
         except Exception as error:
             self._give_up(error)
 
-    def long_wait(self) -> None:
-        """Something else than training goes on before the first step: it is not worth a tape."""
-        if self._step == 0 and time.process_time() - self._turned > LONG_BEFORE_TRAINING:
-            self.stop()
+    def end(self) -> None:
+        """A step has ended: what was taped of it becomes a specimen."""
+        now = seconds_of_training()
+        duration, self._turned = now - self._turned, now
+        if self._recorder is None:
+            if self._step > 0:
+                self._plain.append(duration)
+            return
+        recorder = self._take_recorder()
+        try:
+            tape = recorder.stop()
+            whole = not recorder.state.idle and not tape.broken and tape.operations
+            if tape.broken and len(self.unrecorded) < MOST_LOOKS:
+                self.unrecorded[self._step] = tape.broken
+            if whole and len(tape.operations) < MOST_OPERATIONS:
+                with same_random_numbers(), unseen_by_modes():
+                    self._shelve(recorder, again=self._again)
+        except Exception as error:
+            self._give_up(error)
+        self._again = None
+        plain = statistics.median(self._plain) if self._plain else duration / 2
+        self._turned = seconds_of_training()
+        self._cost = max(0.0, duration - plain) + self._turned - now
+        self.spent += self._cost
+
+    def _shelve(self, recorder: Recorder, **details: Any) -> None:
+        """The specimen of what a recorder has taped goes to the shelf."""
+        session = self._session
+        landmark = self._at_landmark or self.trouble or self._step == self.only
+        self._troubled += self.trouble
+        landmark = landmark or bool(details.get("before_update"))
+        session.facts["_arrays_changed"] = any(map(has_changed, self._arrays))
+        self._arrays = [*self._arrays, *recorder.tape.one_arrays.values()][-8:]
+        specimen = capture(
+            recorder.state,
+            self._step,
+            dict(session.names.roots),
+            session.parameters.optimizers,
+            session.losses,
+            handed_over(session.facts, landmark),
+            landmark=landmark,
+            **details,
+        )
+        self.taped += 1
+        self.shelf.put(specimen)
+
+    def will_tape(self, step: int) -> bool:
+        """Whether a step that begins soon would be taped."""
+        busy = bool(_recording) and not self.active
+        return not self.broken and not self.refused and not busy and self._affords(step)
+
+    def step_went_untaped(self) -> None:
+        """For the pace: a step of updates by hand that no tape was made of."""
+        now = seconds_of_training()
+        self._plain.append(now - self._turned)
+        self._turned = now
+
+    def own_update_begins(self, update: Any) -> None:
+        """What follows, up to the end of the step, is an update by hand."""
+        if self._recorder is not None:
+            self._recorder.enter_optimizer(update)
+            self._recorder.state.updating = True
+
+    def own_update_ends(self, renewals: list[tuple[torch.Tensor, int]]) -> None:
+        """(parameter, address of the tensor that takes its place) of those that are not changed in place."""
+        for parameter, address in renewals if self._recorder is not None else ():
+            self._recorder.state.renew(parameter, address)  # type: ignore[union-attr]
+
+    def name_parameters(self, named: dict[str, torch.Tensor]) -> None:
+        """Tensors that are parameters, as was found out after the tape began."""
+        for name, parameter in named.items() if self._recorder is not None else ():
+            self._recorder.state.name_parameter(parameter, name)  # type: ignore[union-attr]
+
+    def something_compiled(self, made: Any) -> None:
+        """A compiled module is taped by its eager twin; a compiled function would run eagerly under a tape."""
+        self.calls.something_compiled(made)
+        is_function = made is not None and not isinstance(made, torch.nn.Module)
+        if is_function and self.only is None:
+            self.refused = (
+                "a function was compiled: a tape would run it operation by operation, with other roundings"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """For the run: what was kept, what was not, and why."""
+        return {
+            "broken": self.broken,
+            "refused": self.refused,
+            "unrecorded": self.unrecorded,
+            "specimens": self.shelf.describe(),
+        }
+
+    def stop(self) -> None:
+        """Training is over, perhaps in mid-step."""
+        if self._session.own is not None:
+            self._session.own.leave_watch()
+        if self._recorder is not None:
+            recorder = self._take_recorder()
+            with suppress(Exception):
+                recorder.stop()
+
+    def capture_begins(self) -> None:
+        """A CUDA graph is made: no tape may run while it is captured, and none would see what it replays."""
+        self.broken = self.broken or "a CUDA graph is captured"
+        self.stop()
+        self._room.clear()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: the tape is the parent's; its threads are not here, and nothing waits for them."""
+        if self._recorder is not None:
+            self._take_recorder().leave()
+
+    def close(self) -> None:
+        """Training is over: what was taped is on disk when this returns."""
+        self.stop()
+        self._room.clear()
+        self.shelf.close()
+
+    def _take_recorder(self) -> Recorder:
+        recorder, self._recorder = self._recorder, None
+        _recording.clear()
+        assert recorder is not None
+        return recorder
+
+    def _to_be_overwritten(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._session.parameters.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter
+                    state = optimizer.state.get(parameter, {})
+                    yield from (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+
+    def _has_room_for(self, memories: Iterable[torch.Tensor]) -> bool:
+        """Whether the host's memory is ready for them: what is small finds some at once."""
+        sizes = [size for memory in memories if (size := nbytes(memory)) >= SMALL]
+        return sum(sizes) < LARGE or self._room.ready(sizes)
+
+    # which steps ------------------------------------------------------------------------------------------
+
+    def _affords(self, step: int) -> bool:
+        if self.only is not None:
+            return step == self.only
+        if not self.shelf.has_room or (step in PLAIN_STEPS and not self.trouble):
+            return False
+        if not self._is_landmark(step) and not self.trouble:
+            return self._has_allowance() and self.taped < MOST_IN_A_ROW and not self._weighs_much()
+        if step == FIRST_LANDMARK and self._allowance:
+            return True
+        if step == SECOND_LANDMARK and self._allowance and self.spent + self._cost < TWO_LANDMARKS:
+            return True  # much of what is asked wants to be seen twice
+        if self._has_allowance() and (self.taped < MOST_IN_A_ROW or self._is_landmark(step)):
+            return True
+        elapsed = time.perf_counter() - self._began
+        return self.spent + self._cost < self._allowance + self._share * elapsed
+
+    def _has_allowance(self) -> bool:
+        return self.spent + self._cost < self._allowance
+
+    def _weighs_much(self) -> bool:
+        """Of a large model only the landmarks are taped: what is asked of every step is asked of those."""
+        with unseen_by_modes():
+            names = self._session.names.parameters
+            return sum(p.numel() * p.element_size() for p in names) > LARGE
+
+    def _is_landmark(self, step: int) -> bool:
+        return self._overdue is not None or step - self._first in LANDMARKS
 
     def training_starts_anew(self) -> None:
         """An optimizer is made in mid-training (a second stage, a fine-tuning): its first steps deserve a look, too."""
@@ -140,15 +330,19 @@ class Taping:
     def row_written(self, row: dict[str, Any]) -> None:
         """Trouble is brewing where the loss or the gradient is far above what it was in the last steps."""
         self.trouble = False
+        if self._troubled >= MOST_TROUBLED:
+            return  # a training that stays non-finite has nothing more to show
         for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
             value = row.get(column)
             if value is None:
                 continue
             recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
-            usual = float(np.median(recent)) if len(recent) >= 5 else math.inf
+            usual = statistics.median_high(recent) if len(recent) >= 5 else math.inf
             self.trouble |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
             if math.isfinite(value):
                 recent.append(value)
+
+    # what happens in a step -------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._recorder is not None:
@@ -163,7 +357,7 @@ class Taping:
         if not seen:
             self.calls.detach()
             return
-        models = list(self._names.roots.values())
+        models = list(self._session.names.roots.values())
         if len(models) != len(self._on_cpu):
             self._on_cpu = [all(p.device.type == "cpu" for p in model.parameters()) for model in models]
         if self.only == step or (self.calls.steady and all(self._on_cpu)):
@@ -172,88 +366,67 @@ class Taping:
             self.calls.detach()
 
     def before_update(self, bad: bool) -> None:
-        """The weights are still good. A bad step: where was it born? The one asked for: is it so when compiled, too?"""
+        """The weights are still good. A bad step without a tape is made again; the one asked for, by compiled code."""
         if self.broken or self._looks >= MOST_LOOKS:
             return
         self._looks += 1
-        start = time.process_time()
+        start = seconds_of_training()
         try:
-            with _same_random_numbers():
+            with same_random_numbers():
                 if self._recorder is None:
-                    self._locate_again()
-                else:
-                    with self._recorder.interrupted() as tape:
-                        again = None if bad else Again(tape, "", self.calls.differ_when_compiled())
-                        self._examine.locate(tape, self._step, again)
+                    self._make_again()
+                elif self._session.compiled:
+                    with self._recorder.interrupted():
+                        self._again = {"eager": "", "compiled": self.calls.differ_when_compiled()}
         except Exception as error:
             self._give_up(error)
-        self.spent += time.process_time() - start
+        self.spent += seconds_of_training() - start
 
-    def _locate_again(self) -> None:
-        for again in self.calls.make_again(self._names.by_parameter()):
-            if not again.tape.broken and self._examine.locate(again.tape, self._step, again):
+    def _make_again(self) -> None:
+        for again in self.calls.make_again(self._session.names.parameters):
+            if not again.recorder.tape.broken and (again.eager or again.compiled):
+                self._shelve(again.recorder, before_update=True, again=describe(again))
                 return
 
-    def end(self) -> None:
-        """A step has ended: the tape, if there is one, goes to the examination."""
-        duration = time.process_time() - self._turned
-        if self._recorder is None:
-            if self._step > 0:
-                self._plain = min(self._plain, duration)
-            return
-        recorder = self._take_recorder()
-        start = time.process_time()
-        try:
-            tape = recorder.stop()
-            if not tape.broken and len(tape.operations) < MOST_OPERATIONS:
-                self.taped += 1
-                self._look(tape)
-        except Exception as error:
-            self._give_up(error)
-        plain = self._plain if self._plain < duration else duration / 2
-        self.spent += duration - plain + time.process_time() - start
-
-    def stop(self) -> None:
-        """Training is over, perhaps in mid-step."""
-        if self._recorder is not None:
-            recorder = self._take_recorder()
-            with suppress(Exception):
-                recorder.stop()
-
-    def _take_recorder(self) -> Recorder:
-        recorder, self._recorder = self._recorder, None
-        _recording.clear()
-        assert recorder is not None
-        return recorder
-
-    def _look(self, tape: Tape) -> None:
-        thorough = self._step - self._first in LANDMARKS or self.trouble or self._step == self.only
-        with _same_random_numbers():
-            self._examine(tape, self._step, thorough)
-
-    def _affords(self, step: int) -> bool:
-        if self.only is not None:
-            return step == self.only
-        if not has_room_for_tape():
-            return False
-        if step in PLAIN_STEPS and not self.trouble:
-            return False
-        elapsed = time.perf_counter() - self._began
-        if self.spent < self._allowance:
-            return True
-        earned = self._allowance + self._share * elapsed
-        return (step - self._first in LANDMARKS or self.trouble) and self.spent < earned
-
     def _give_up(self, error: Exception) -> None:
+        """Taping ends; what the script's own signal handler raised meanwhile is the script's."""
+        if raised_by_signal(error):
+            raise error
         self.broken = f"{type(error).__name__}: {error}"
         self.stop()
+        self._room.clear()
+
+
+def seconds_of_training() -> float:
+    """What a training that has the machine to itself waits for: on a GPU the wall clock, else its own thread's time."""
+    return time.perf_counter() if torch.cuda.is_initialized() else time.thread_time()
+
+
+def describe(again: Again) -> dict[str, str]:
+    return {"eager": again.eager, "compiled": again.compiled}
+
+
+def has_changed(array: Any) -> bool:
+    """Whether a tensor that still lives holds something else than it did when it was put together with others."""
+    member = array.member() if array.member is not None else None
+    return member is not None and content_of(member) != array.content
+
+
+def fits_in_memory(parameters: Collection[torch.Tensor]) -> bool:
+    """Whether the host has room for the weights, two states of the optimizer and what goes with them."""
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    if is_sharded(parameters):  # every rank of this machine gathers the whole model
+        size *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 3.3 * size < HOST_SHARE * available_memory()
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Examinations replay; whatever they do, training's random numbers stay."""
-    state = torch.get_rng_state()
+def same_random_numbers() -> Iterator[None]:
+    """Whatever is done meanwhile, training's random numbers stay."""
+    state, python, array = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        random.setstate(python)
+        np.random.set_state(array)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from gradproof.kernels.tensor_stats import COLUMNS, tensor_stats
 from gradproof.record.schema import EXPONENT_BINS, EXPONENT_LOW, PERCENTILES, STATISTICS
@@ -32,8 +33,9 @@ def is_measurable(value: object) -> bool:
     return (
         isinstance(value, Tensor)
         and (value.is_floating_point() or value.is_complex())
-        and value.device.type != "meta"
+        and not value.is_meta
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and (type(value) is Tensor or not isinstance(value, FakeTensor))
     )
 
 
@@ -172,7 +174,9 @@ def _view(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the entries of rows of these lengths go in a matrix (N, SAMPLE)."""
-    places = torch.cat([row * SAMPLE + torch.arange(length) for row, length in enumerate(lengths)])
+    places = torch.cat(
+        [row * SAMPLE + torch.arange(length, device="cpu") for row, length in enumerate(lengths)]
+    )
     return places.to(device, non_blocking=True)
 
 
@@ -200,9 +204,9 @@ def distributions(samples: np.ndarray) -> np.ndarray:
     _, exponents = np.frexp(np.nan_to_num(finite))
     bins = np.clip((exponents - EXPONENT_LOW) // 2, 0, EXPONENT_BINS - 1)
     bins = np.where(finite == 0, 0, bins)
-    row = np.broadcast_to(np.arange(len(bins))[:, None], bins.shape)
-    known = np.isfinite(finite)
-    np.add.at(out, (row[known], len(PERCENTILES) + bins[known]), 1)
+    places = (bins + EXPONENT_BINS * np.arange(len(bins))[:, None])[np.isfinite(finite)]
+    found = np.bincount(places, minlength=len(bins) * EXPONENT_BINS)
+    out[:, len(PERCENTILES) :] = found.reshape(len(bins), EXPONENT_BINS)
     return out
 
 

@@ -6,27 +6,55 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gradproof import __version__
-from gradproof.probes.by_hand import end_step, measure_tensors, note
+from gradproof.probes.by_hand import Handed, Named, end_step, measure_tensors, named, note, wants_gradient
 from gradproof.probes.distributed import rank_and_world
+from gradproof.probes.helper import LIMIT, Helper
 from gradproof.probes.hooks import attach
 from gradproof.probes.lines import Lines
 from gradproof.probes.names import Names
+from gradproof.probes.own_updates import OwnUpdates
 from gradproof.probes.schedule import parse_schedule
 from gradproof.probes.session import Session
 from gradproof.probes.taping import begin_taping
 from gradproof.record.sink import Sink
 from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY, describe_source
 from gradproof.record.writer import RunWriter
+
+
+class Stage(Protocol):
+    """Who shows a watched block where it runs: a notebook. None of these may raise."""
+
+    def script(self) -> tuple[str, str]: ...  # what the running cell is called, and its text
+    def begins(self) -> dict[str, str]: ...  # the file name of each cell's code -> what the cell is called
+    def examines(self, progress: dict[str, Any]) -> None: ...
+    def ended(self, run: Path) -> None: ...
+
+
+stage: Stage | None = None  # set by `%load_ext gradproof`
+
+
+class Step(int):
+    """How many steps have ended. Called, it ends one: `monitor.step(loss=4.1, gradients={"W1": dW1})`."""
+
+    def __new__(cls, monitor: Monitor) -> Step:
+        made = super().__new__(cls, monitor._session.step)
+        made._monitor = monitor
+        return made
+
+    _monitor: Monitor
+
+    def __call__(self, loss: Any, gradients: Named | None = None, **values: float) -> None:
+        self._monitor.end_step(loss, gradients, values)
 
 
 class Monitor:
@@ -38,24 +66,42 @@ class Monitor:
         monitor.clip(before=7.9, after=1.0, limit=1.0)
         monitor.adam(m, v, update, parameter)
         monitor.log(loss=4.1, lr=3e-4, grad_norm=7.9)      # ends the step
+
+    With `watch(parameters=P)`, a loop that computes its gradients itself hands in those, after its update:
+
+        monitor.step(loss=4.1, gradients={"W1": dW1, "b1": db1})
     """
 
-    def __init__(self, session: Session, hooked: bool) -> None:
+    def __init__(self, session: Session, hooked: bool, handed: Handed | None = None) -> None:
         self._session = session
         self._hooked = hooked
+        self._handed = handed
         self.path: Path = session.writer.path
 
     @property
-    def step(self) -> int:
-        """The number of steps that have ended."""
-        return self._session.step
+    def step(self) -> Step:
+        """The number of steps that have ended; called with a loss, it ends one."""
+        return Step(self)
+
+    def end_step(self, loss: Any, gradients: Named | None, values: Mapping[str, Any]) -> None:
+        """What calling `step` does."""
+        if self._handed is not None:
+            self._handed.step(loss, gradients, values)
+        elif self._hooked:  # the step is seen by itself
+            self._session.writer.write_event("log", step=self._session.step, loss=float(loss), **values)
+        else:
+            end_step(self._session, {"loss": loss, **values})
 
     def log(self, **values: float) -> None:
         """End a step of a hand-written loop; in a hooked run, note values beside it."""
         if self._hooked:
-            self._session.writer.write_event("log", step=self.step, **values)
+            self._session.writer.write_event("log", **{"step": self.step, **values})
         else:
             end_step(self._session, values)
+
+    def note_end(self, **facts: Any) -> None:
+        """What ended the training, for the run."""
+        self._session.writer.set_info(**facts)
 
     def tensors(self, kind: str, named: Mapping[str, Any]) -> None:
         """Measure tensors or arrays: kind is "gradient", "weight", "update", "output", "adam_m" or "adam_v"."""
@@ -74,9 +120,9 @@ class Monitor:
         param: Mapping[str, Any] | None = None,
     ) -> None:
         """Adam's moments by parameter name, and with them, if at hand, the update and the weights after it."""
-        for kind, named in (("adam_m", m), ("adam_v", v), ("update", update), ("weight", param)):
-            if named is not None:
-                self.tensors(kind, named)
+        for kind, given in (("adam_m", m), ("adam_v", v), ("update", update), ("weight", param)):
+            if given is not None:
+                self.tensors(kind, given)
 
 
 @contextmanager
@@ -84,6 +130,7 @@ def watch(
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
+    parameters: Named | None = None,
     out: str | os.PathLike | None = None,
     schedule: str | None = None,
     budget: float | None = None,
@@ -91,6 +138,8 @@ def watch(
     experiments: bool = True,
 ) -> Iterator[Monitor]:
     """Record the training inside the block as a run on disk; leaves no hook behind. Sinks hear it, too.
+
+    `parameters`, a dict or list of tensors or arrays, are what a loop without an optimizer changes itself.
 
     With `experiments`, some steps are taped and suspected causes tested on them, as in `gradproof run`.
 
@@ -107,14 +156,41 @@ def watch(
         schedule=schedule,
         budget=budget,
         sinks=sinks,
+        script=stage.script() if stage is not None else None,
     )
-    hooked = bool(models or optimizers)
-    if not hooked:
-        yield from _without_hooks(session)
+    by_backward = parameters is not None and wants_gradient(parameters)
+    if not (models or optimizers or by_backward):
+        yield from _without_hooks(session, parameters)
         return
-    with attach(session, optimizers):
+    if not optimizers:
+        session.own = OwnUpdates(session)
+        if by_backward:
+            session.own.name_given(named(parameters or {}))
+    yield from _with_hooks(session, models, optimizers, budget, experiments)
+
+
+@contextmanager
+def watch_everything(
+    script: tuple[str, str], out: str | os.PathLike, examine: float | None
+) -> Iterator[Monitor]:
+    """Whatever trains inside the block, as `gradproof run` watches a script; `script` is its name and its text."""
+    session = open_session(out, command=[], names=Names(), script=script)
+    session.own = OwnUpdates(session)
+    yield from _with_hooks(session, [], (), None, True, examine)
+
+
+def _with_hooks(
+    session: Session,
+    models: Sequence[nn.Module],
+    optimizers: tuple[Optimizer, ...],
+    budget: float | None,
+    experiments: bool,
+    examine: float | None = LIMIT,
+) -> Iterator[Monitor]:
+    with _on_stage(session) as show, attach(session, optimizers):
         if experiments and session.rank == 0:  # the other ranks would find the same
             begin_taping(session, budget)
+            session.helper = Helper(session.writer.path, examine) if examine != 0 else None
         for compiled in filter(is_compiled, models):
             session.something_compiled(compiled)
         for each in optimizers:
@@ -123,13 +199,31 @@ def watch(
             yield Monitor(session, hooked=True)
         finally:
             session.close()
+            session.finish_examination(show)
 
 
-def _without_hooks(session: Session) -> Iterator[Monitor]:
+def _without_hooks(session: Session, parameters: Named | None) -> Iterator[Monitor]:
+    with _on_stage(session):
+        try:
+            handed = Handed(session, parameters) if parameters is not None else None
+            yield Monitor(session, hooked=False, handed=handed)
+        finally:
+            session.close()
+
+
+@contextmanager
+def _on_stage(session: Session) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Tells a notebook, where there is one, of a block; gives what shows how the examination after it comes on."""
+    here = stage
+    if here is None:
+        yield lambda progress: None
+        return
+    session.cells = here.begins()
+    session.writer.set_info(cells=session.cells)
     try:
-        yield Monitor(session, hooked=False)
+        yield here.examines
     finally:
-        session.close()
+        here.ended(session.writer.path)
 
 
 def open_session(
@@ -143,16 +237,21 @@ def open_session(
     rank: int | None = None,
     sinks: Sequence[Sink] = (),
     lines: Lines | None = None,
+    script: tuple[str, str] | None = None,
 ) -> Session:
     """A new run directory and the session that writes it; with a rank given, `out` is that rank's own.
 
-    Sinks hear of rank 0 only.
+    Sinks hear of rank 0 only. `script` is the name and the text of what runs, where that is no file.
     """
     rules = parse_schedule(schedule) if schedule else ()
     found, world = rank_and_world()
     path = Path(f"{out}.rank{found}") if found and rank is None else Path(out)
+    path = path.absolute()  # at once: a script may change its directory
     rank = found if rank is None else rank
-    source, script = describe_source(command[0] if command else None)
+    if script is not None:
+        command, source, text = [script[0]], {"file": script[0]}, script[1].encode()
+    else:
+        source, text = describe_source(command[0] if command else None)
     info = {
         "command": list(command),
         "source": source,
@@ -164,9 +263,11 @@ def open_session(
         "versions": versions(),
     }
     writer = RunWriter(path, info, sinks if rank == 0 else ())
-    if 0 < len(script) <= LARGEST_COPY:
-        writer.keep_file(SCRIPT_COPY, script)
-    return Session(writer, names, rules=rules, budget=budget, rank=rank, on_row=on_row, lines=lines)
+    if 0 < len(text) <= LARGEST_COPY:
+        writer.append(SCRIPT_COPY, text)
+    return Session(
+        writer, names, rules=rules, budget=budget, rank=rank, world=world, on_row=on_row, lines=lines
+    )
 
 
 def default_path(label: str) -> Path:

@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 
 from gradproof.errors import UserError
+from gradproof.files import has_file, open_file, refuse_links
 from gradproof.record.run import Run
-from gradproof.record.schema import STATISTICS, STEP_COLUMNS, STEPS_FILE
+from gradproof.record.schema import STATISTICS, STEP_COLUMNS, STEPS_FILE, WHOLE_COLUMNS
 
 ROWS_AT_ONCE = 200_000  # of the tensors' table in memory
-WHOLE_NUMBERS = ("step", "epoch", "batch", "optimizer", "backwards", "skipped", "depth")
 
 
 def write_csv(run: Run, out: Path) -> None:
     """steps.csv as it is, and tensors.csv; an empty cell was not measured, nan and inf mean exactly that."""
     out.mkdir(parents=True, exist_ok=True)
-    if (run.path / STEPS_FILE).exists():
-        shutil.copyfile(run.path / STEPS_FILE, out / STEPS_FILE)
+    refuse_links(out / STEPS_FILE, out / "tensors.csv")
+    if has_file(run.path / STEPS_FILE):
+        with open_file(run.path / STEPS_FILE) as source, open(out / STEPS_FILE, "wb") as copy:
+            shutil.copyfileobj(source, copy)
     with open(out / "tensors.csv", "w", newline="", encoding="utf-8") as stream:
         table = csv.writer(stream)
         table.writerow(["step", "kind", "name", *STATISTICS])
@@ -40,10 +42,11 @@ def write_parquet(run: Run, out: Path) -> None:
     except ImportError:
         raise UserError("Parquet needs pyarrow: pip install 'gradproof[parquet]'") from None
     out.mkdir(parents=True, exist_ok=True)
+    refuse_links(out / "steps.parquet", out / "tensors.parquet")
     columns = {}
     for name in STEP_COLUMNS:
         values, empty = run.steps[name], ~run.seen[name]
-        if name in WHOLE_NUMBERS:
+        if name in WHOLE_COLUMNS:
             values = np.where(empty, 0, values).astype(np.int64)
         columns[name] = pa.array(values, mask=empty)
     pq.write_table(pa.table(columns), out / "steps.parquet", compression="zstd")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import math
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from gradproof.errors import UserError
+from gradproof.errors import UserError, plain
+from gradproof.files import open_file, read_file
+from gradproof.record.door import LARGEST_WHOLE, Damaged, parse_json, read_json
 from gradproof.record.schema import (
+    CUT_OFF_FILE,
     DISTRIBUTION_FRAME,
     EVENTS_FILE,
+    EXAMINATION_FILE,
     FORMAT,
     FRAME_COLUMNS,
     FRAME_HEADER,
@@ -31,8 +35,18 @@ from gradproof.record.schema import (
     STEP_COLUMNS,
     STEPS_FILE,
     TEXT_COLUMNS,
+    WHOLE_COLUMNS,
 )
+from gradproof.record.shapes import clean_event, clean_info
+from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY
 
+ROWS_AT_ONCE = 20_000
+LONGEST_ROW = 1 << 20  # bytes; a step of a million calls
+MOST_ROWS = 10_000_000
+MOST_OPTIMIZERS = 100_000
+LARGEST_EVENTS = 256 << 20  # bytes of a file of events
+MOST_AT_ONCE = 16 << 20  # bytes of a read
+LARGEST_FRAME = 1 << 29  # bytes: the distributions of 1.8 million tensors
 MOST_LAYOUTS = 64  # kept at a time; a run usually has as many as there are depths
 
 
@@ -47,11 +61,14 @@ class Frame(NamedTuple):
 class Frames(Sequence[Frame]):
     """Frames of one content, read from disk when they are asked for: a long run's do not fit into memory."""
 
-    def __init__(self, file: Path, columns: int) -> None:
+    def __init__(self, file: OpenFile | None, columns: int, tensors: int | None) -> None:
         self._file = file
         self._columns = columns
+        # that have a name: a growing run may measure what its run.json does not name yet; None: all
+        self._tensors = tensors
         self._places: list[tuple[int, int, int]] = []  # step, offset of the payload, rows
-        self._layouts: dict[bytes, np.ndarray] = {}  # most frames have the same tensors: one array for all
+        # most frames have the same tensors: one array for all, and which of its rows have a name
+        self._layouts: dict[bytes, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def add(self, step: int, offset: int, rows: int) -> None:
         self._places.append((step, offset, rows))
@@ -68,27 +85,48 @@ class Frames(Sequence[Frame]):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Frame]:
-        if not self._places:
-            return
-        with open(self._file, "rb") as stream:
-            for place in self._places:
-                yield self._read(stream, *place)
+        return (self._read(*place) for place in self._places)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        with open(self._file, "rb") as stream:
-            return self._read(stream, *self._places[index])
+        return self._read(*self._places[index])
 
-    def _read(self, stream: io.BufferedReader, step: int, offset: int, rows: int) -> Frame:
-        stream.seek(offset)
-        layout = stream.read(4 * rows)
+    def _read(self, step: int, offset: int, rows: int) -> Frame:
+        assert self._file is not None
+        data = self._file.read(offset, 4 * rows * (1 + self._columns))
+        layout = data[: 4 * rows]
         if layout not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            self._layouts[layout] = np.frombuffer(layout, "<u4").astype(np.int64)
-        values = np.frombuffer(stream.read(4 * rows * self._columns), "<f4").reshape(rows, self._columns)
-        return Frame(step, self._layouts[layout], values)
+            self._layouts[layout] = self._named(np.frombuffer(layout, "<u4").astype(np.int64))
+        numbers, named = self._layouts[layout]
+        values = np.frombuffer(data, "<f4", offset=4 * rows).reshape(rows, self._columns)
+        return Frame(step, numbers, values if named is None else values[named])
+
+    def _named(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        if self._tensors is None or (numbers < self._tensors).all():
+            return numbers, None
+        named = numbers < self._tensors
+        return numbers[named], named
+
+
+class OpenFile:
+    """A file as it was when it was opened: one that takes its place later, under the same name, is another file."""
+
+    def __init__(self, path: Path) -> None:
+        with open_file(path) as stream:
+            self._descriptor = os.dup(stream.fileno())
+        self.size = os.fstat(self._descriptor).st_size
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """So many bytes from there; what is missing at the end, because somebody has cut the file, is zero."""
+        parts = []
+        while size and (part := os.pread(self._descriptor, min(size, MOST_AT_ONCE), offset)):
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts) + bytes(size)
 
 
 class Table(NamedTuple):
@@ -101,7 +139,7 @@ class Table(NamedTuple):
 
 @dataclass
 class Run:
-    """A run directory in memory; `notes` says what could not be read.
+    """A run directory in memory; `notes` says what could not be read. Events of examinations follow the training's.
 
     `steps` has one array a column of steps.csv. A cell that was empty and a NaN are both nan there: `seen` tells
     which cells were measured.
@@ -113,11 +151,17 @@ class Run:
     seen: dict[str, np.ndarray]
     events: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+    ranks: Any = None  # of a training of several, where they were read (record/ranks)
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
         """Every tensor that was measured, by number: kind, name, shape, dtype."""
         return self.info.get("tensors", [])
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a program wrote it through gradproof.h: gradients and updates are its own, and nothing is taped."""
+        return self.info.get("written_by") == "gradproof.h"
 
     def __len__(self) -> int:
         return len(self.steps["step"])
@@ -134,7 +178,15 @@ class Run:
 
     @cached_property
     def _frames(self) -> dict[int, Frames]:
-        return _find_frames(self.path / FRAMES_FILE, self.notes)
+        return find_frames(self.path / FRAMES_FILE, len(self.tensors), self.notes)
+
+    def script(self) -> list[str] | None:
+        """The lines of the script as it was when it ran; None where it was not kept, or cannot be read."""
+        try:
+            text = read_file(self.path / SCRIPT_COPY, LARGEST_COPY).decode("utf-8", "replace")
+        except OSError:
+            return None
+        return [plain(line, lines=True) for line in text.splitlines()]
 
     def numbers(self, kind: str) -> list[int]:
         """The numbers of all tensors of a kind, in the order in which they were first seen."""
@@ -190,108 +242,242 @@ class Run:
 def open_run(path: str | os.PathLike) -> Run:
     """Read a run directory; raises UserError with one sentence where there is no run to read."""
     path = Path(path)
-    info = _read_info(path)
     notes: list[str] = []
+    info = _read_info(path, notes)
     steps, seen = _read_steps(path / STEPS_FILE, notes)
-    events = _read_events(path / EVENTS_FILE, notes)
+    events = read_events(path / EVENTS_FILE, notes)
+    examined = read_events(path / EXAMINATION_FILE, notes)
+    _add_facts(info, examined)
+    events += examined
     return Run(path, info, steps, seen, events, notes)
 
 
-def _read_info(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise UserError(f"there is no run at {path}; `gradproof run train.py` makes one under runs/")
+def _read_info(path: Path, notes: list[str]) -> dict[str, Any]:
+    shown = plain(str(path))
+    if not os.path.exists(path):
+        raise UserError(f"there is no run at {shown}; `gradproof run train.py` makes one under runs/")
     file = path / INFO_FILE
-    if not path.is_dir() or not file.exists():
-        others = sorted(p.parent.name for p in path.glob(f"*/{INFO_FILE}")) if path.is_dir() else []
+    if not path.is_dir() or not os.path.lexists(file):
+        others = sorted(plain(p.parent.name) for p in path.glob(f"*/{INFO_FILE}")) if path.is_dir() else []
         hint = f"; it holds the runs {', '.join(others[:8])}" if others else ""
-        raise UserError(f"{path} is not a run directory: it has no {INFO_FILE}{hint}")
+        raise UserError(f"{shown} is not a run directory: it has no {INFO_FILE}{hint}")
     try:
-        info = json.loads(file.read_text(encoding="utf-8"))
-        version = info["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        data = read_json(file)
+        if not isinstance(data, dict) or "format" not in data:
+            raise Damaged("it does not say its format")
+    except (Damaged, OSError) as error:
         raise UserError(
-            f"{file} is damaged ({error}); the steps in {STEPS_FILE} may still be readable"
+            f"{shown}/{INFO_FILE} is damaged ({error}); the steps in {STEPS_FILE} may still be readable"
         ) from None
-    if not isinstance(version, int) or version > FORMAT:
+    version = data["format"]
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= FORMAT:
         raise UserError(
-            f"{path} was written by a newer gradproof (format {version}; this one reads up to {FORMAT}): "
-            "pip install --upgrade gradproof"
+            f"{shown} was written by a newer gradproof (format {plain(str(version))[:20]}; this one reads up to "
+            f"{FORMAT}): pip install --upgrade gradproof"
         )
+    info = clean_info(data, lambda what: notes.append(f"{INFO_FILE}: {what} is damaged and left out"))
+    if not info.get("failure") and os.path.lexists(path / CUT_OFF_FILE):
+        info["failure"] = "the disk took no more of the record"
     return info
 
 
 def _read_steps(file: Path, notes: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    header, rows = list(STEP_COLUMNS), []
-    if file.exists():
-        whole, _, rest = file.read_text(encoding="utf-8", errors="replace").rpartition("\n")
-        if rest:
-            notes.append(f"{file.name}: the last row was cut off and is left out")
-        lines = list(csv.reader(io.StringIO(whole)))
-        header = lines[0] if lines else header
-        rows = [line for line in lines[1:] if len(line) == len(header)]
-        if lines and len(rows) != len(lines) - 1:
-            notes.append(f"{file.name}: {len(lines) - 1 - len(rows)} damaged rows are left out")
-    else:
-        notes.append(f"{file.name} is missing: the run has no steps to show")
-    columns, seen = {}, {}
-    for name in STEP_COLUMNS:
-        place = header.index(name) if name in header else None
-        cells = ["" if place is None else row[place] for row in rows]
-        seen[name] = np.array([cell != "" for cell in cells], dtype=bool)
-        if name in TEXT_COLUMNS:
-            columns[name] = np.array(cells, dtype=object)
-        else:
-            columns[name] = np.array([_number(cell) for cell in cells], dtype=np.float64)
-    return columns, seen
-
-
-def _number(cell: str) -> float:
+    """The columns of all whole rows, and which cells were filled; rows become numbers piece by piece."""
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in STEP_COLUMNS}
+    seen: dict[str, list[np.ndarray]] = {name: [] for name in STEP_COLUMNS}
+    damaged = 0
     try:
-        return float(cell)
+        stream = open_file(file)
+    except FileNotFoundError:
+        notes.append(f"{file.name} is missing: the run has no steps to show")
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error}): the run has no steps to show")
+    else:
+        with stream:
+            lines = _whole_lines(stream, file.name, notes)
+            header = (next(lines, b"") or b"").decode("utf-8", "replace").split(",")
+            places = _places_of_columns(header, file.name, notes)
+            read = 0
+            while places and read < MOST_ROWS and (piece := list(islice(lines, ROWS_AT_ONCE))):
+                read += len(piece)
+                rows = [line.decode("utf-8", "replace").split(",") for line in piece if line is not None]
+                rows = [row for row in rows if len(row) == len(header)]
+                made, filled, bad = _columns_of(rows, places)
+                damaged += len(piece) - len(rows) + bad
+                for name in STEP_COLUMNS:
+                    columns[name].append(made[name])
+                    seen[name].append(filled[name])
+            if read >= MOST_ROWS:
+                notes.append(f"{file.name}: only the first {MOST_ROWS:,} rows are read")
+    if damaged:
+        notes.append(f"{file.name}: {damaged} damaged rows are left out")
+    empty = {name: np.array([], object if name in TEXT_COLUMNS else np.float64) for name in STEP_COLUMNS}
+    return (
+        {name: np.concatenate(parts) if parts else empty[name] for name, parts in columns.items()},
+        {name: np.concatenate(parts) if parts else np.array([], bool) for name, parts in seen.items()},
+    )
+
+
+def _places_of_columns(header: list[str], file: str, notes: list[str]) -> dict[str, int]:
+    """Where each column stands; empty if this is no header of a table of steps."""
+    if header == [""]:
+        return {}
+    places = {name: header.index(name) for name in STEP_COLUMNS if header.count(name) == 1}
+    if "step" not in places:
+        notes.append(f"{file}: its first line is damaged, so that the run has no steps to show")
+        return {}
+    missing = [name for name in STEP_COLUMNS if name not in places and name not in LATER_COLUMNS]
+    if missing:
+        notes.append(f"{file}: its first line is damaged; {', '.join(missing)} is left out")
+    return places
+
+
+LATER_COLUMNS = ()  # that an older gradproof did not write
+
+
+def _columns_of(
+    rows: list[list[str]], places: dict[str, int]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """Whole rows as columns, which cells were filled, and how many rows hold what does not belong there."""
+    cells = list(zip(*rows, strict=True)) if rows else []
+    made: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    good = np.ones(len(rows), dtype=bool)
+    for name in STEP_COLUMNS:
+        column = cells[places[name]] if name in places and cells else ("",) * len(rows)
+        filled[name] = np.array([cell != "" for cell in column], dtype=bool)
+        if name in TEXT_COLUMNS:
+            kinds = {cell: cell for cell in column}  # a few, and one object for each
+            made[name] = np.array([kinds[cell] for cell in column], dtype=object)
+            strange = {cell for cell in kinds if cell and not (cell.isascii() and cell.isalpha())}
+            if strange:
+                good &= np.array([cell not in strange for cell in column], dtype=bool)
+            continue
+        made[name], known = _numbers(column)
+        good &= known
+        if name in WHOLE_COLUMNS:
+            most = MOST_OPTIMIZERS if name == "optimizer" else LARGEST_WHOLE
+            with np.errstate(invalid="ignore"):
+                fits = (made[name] >= 0) & (made[name] <= most) & (made[name] == np.floor(made[name]))
+            good &= fits if name == "step" else fits | ~filled[name]
+    if good.all():
+        return made, filled, 0
+    return (
+        {name: column[good] for name, column in made.items()},
+        {name: column[good] for name, column in filled.items()},
+        int((~good).sum()),
+    )
+
+
+def _whole_lines(stream: BinaryIO, name: str, notes: list[str]) -> Iterator[bytes | None]:
+    """Lines without their ends; None for one that is far too long."""
+    while line := stream.readline(LONGEST_ROW):
+        if line.endswith(b"\n"):
+            yield line.rstrip(b"\r\n")
+        elif len(line) < LONGEST_ROW:
+            notes.append(f"{name}: the last row was cut off and is left out")
+        else:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(LONGEST_ROW)
+            yield None
+
+
+def _numbers(cells: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Cells as numbers, and which of them are numbers or empty."""
+    try:
+        values = np.array([float(cell) if cell else math.nan for cell in cells], dtype=np.float64)
+        return values, np.ones(len(cells), dtype=bool)
     except ValueError:
-        return float("nan")
+        found = [_number(cell) for cell in cells]
+        values = np.array([math.nan if value is None else value for value in found], dtype=np.float64)
+        return values, np.array([value is not None for value in found], dtype=bool)
 
 
-def _read_events(file: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell) if cell else math.nan
+    except ValueError:
+        return None
+
+
+def read_events(file: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The whole and sound events of a file, one a line; `notes` says what was left out."""
     events, damaged = [], 0
-    if file.exists():
-        text = file.read_text(encoding="utf-8", errors="replace")
-        for line in text.removesuffix("\n").split("\n"):  # splitlines would cut at U+2028, too
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if isinstance(event, dict):
-                events.append(event)
-            else:
-                damaged += 1
+    try:
+        data = read_file(file, LARGEST_EVENTS)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error}) and is left out")
+        return []
+    for line in data.removesuffix(b"\n").split(b"\n") if data else ():
+        try:
+            events.append(clean_event(parse_json(line)))
+        except Damaged:
+            damaged += 1
     if damaged:
         notes.append(f"{file.name}: {damaged} damaged lines are left out")
     return events
 
 
-def _find_frames(file: Path, notes: list[str]) -> dict[int, Frames]:
+def _add_facts(info: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    """What an examination found out about a training stands beside what its listeners noted; the later one counts."""
+    found = {event["name"]: event["value"] for event in events if event["event"] == "fact"}
+    if found:
+        info["facts"] = {**info.get("facts", {}), **found}
+
+
+def find_frames(file: Path, tensors: int | None, notes: list[str]) -> dict[int, Frames]:
     """Where the whole frames of a file are, by content; each is read once, and checked."""
-    found = {content: Frames(file, columns) for content, columns in FRAME_COLUMNS.items()}
-    if not file.exists() or file.stat().st_size == 0:
-        return found
-    offset, damaged, end = 0, 0, file.stat().st_size
-    with open(file, "rb") as stream:
-        while offset + FRAME_HEADER.size <= end:
-            magic, content, step, rows, size, crc = FRAME_HEADER.unpack(stream.read(FRAME_HEADER.size))
-            start = offset + FRAME_HEADER.size
-            if magic != FRAME_MAGIC or start + size > end:
-                break
-            columns = FRAME_COLUMNS.get(content)
-            if zlib.crc32(stream.read(size)) != crc or columns is None or size != rows * 4 * (1 + columns):
-                damaged += 1
-            else:
-                found[content].add(step, start, rows)
-            offset = start + size
+    opened, damaged, lost = None, 0, 0
+    try:
+        opened = OpenFile(file)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read ({error}) and is left out")
+    found = {content: Frames(opened, columns, tensors) for content, columns in FRAME_COLUMNS.items()}
+    if opened is not None:
+        damaged, lost = _index_frames(opened, found)
     for frames in found.values():
         frames.sort()
     if damaged:
         notes.append(f"{file.name}: {damaged} damaged frames are left out")
-    if offset != end:
-        notes.append(f"{file.name}: the last {end - offset} bytes are no whole frame and are left out")
+    if lost:
+        notes.append(f"{file.name}: the last {lost} bytes are no whole frame and are left out")
     return found
+
+
+def _index_frames(file: OpenFile, found: dict[int, Frames]) -> tuple[int, int]:
+    """Notes where each whole frame is; how many are damaged, and how many bytes at the end belong to none."""
+    offset, damaged, end = 0, 0, file.size
+    while offset + FRAME_HEADER.size <= end:
+        header = file.read(offset, FRAME_HEADER.size)
+        magic, content, step, rows, size, crc = FRAME_HEADER.unpack(header)
+        start = offset + FRAME_HEADER.size
+        columns = FRAME_COLUMNS.get(content)
+        fits = magic == FRAME_MAGIC and columns is not None and size == rows * 4 * (1 + columns)
+        if fits and size <= LARGEST_FRAME and start + size <= end and step <= LARGEST_WHOLE:
+            if zlib.crc32(file.read(start, size)) == crc:
+                found[content].add(step, start, rows)
+            else:
+                damaged += 1
+            offset = start + size
+            continue
+        again = _find_magic(file, offset + 1)  # a damaged header says nothing about its length
+        if again is None:
+            break
+        damaged += 1
+        offset = again
+    return damaged, end - offset
+
+
+def _find_magic(file: OpenFile, offset: int) -> int | None:
+    """The next place at which a frame may begin."""
+    while offset < file.size:
+        block = file.read(offset, min(MOST_AT_ONCE, file.size - offset))
+        place = block.find(FRAME_MAGIC)
+        if place >= 0:
+            return offset + place
+        offset += max(1, len(block) - len(FRAME_MAGIC) + 1)
+    return None

@@ -16,6 +16,18 @@ INFO_FILE = "run.json"
 STEPS_FILE = "steps.csv"
 FRAMES_FILE = "tensors.bin"
 EVENTS_FILE = "events.jsonl"
+EXAMINATION_FILE = (
+    "examination.jsonl"  # events, too: written by whoever examines the taped steps, then or later
+)
+CUT_OFF_FILE = "cut_off"  # empty; made where a full disk lets nothing else be written
+PROGRESS_FILE = "examination.json"  # how far it has come, for whoever waits
+
+# What became of one question at one taped step, the `outcome` of an `asked` event. A question that has no object (the
+# step has no tokens, no half precision) is "not asked", with a reason that begins with DOES_NOT_APPLY: it is not open.
+# One that a rank's part of a step cannot answer begins with OUT_OF_REACH: it stays open, and nobody asks it again.
+OUTCOMES = ("confirmed", "excluded", "undecided", "nothing", "failed", "not asked")
+DOES_NOT_APPLY = "does not apply"
+OUT_OF_REACH = "cannot be asked of one rank"
 
 # One row of steps.csv. Empty means "not measured at this step"; nan and inf mean exactly that.
 STEP_COLUMNS = (
@@ -41,6 +53,15 @@ STEP_COLUMNS = (
     "order",
 )
 TEXT_COLUMNS = ("order",)
+WHOLE_COLUMNS = (
+    "step",
+    "epoch",
+    "batch",
+    "optimizer",
+    "backwards",
+    "skipped",
+    "depth",
+)  # 0, 1, 2, … or empty
 
 # One row of a statistics frame. All but nan and inf are over the finite entries of the tensor.
 STATISTICS = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ def describe_source(file: str | os.PathLike | None) -> tuple[dict[str, Any], byt
     except (OSError, ValueError):
         return {}, b""
     return {"file": str(file), "sha256": hashlib.sha256(text).hexdigest(), "commit": commit}, text
+
+
+def rename_cells(text: str, cells: Mapping[str, str]) -> str:
+    """Places in a notebook by the names of its cells; a kernel calls their code /tmp/ipykernel_7/1234.py.
+
+    >>> rename_cells("at /tmp/ipykernel_7/1234.py:5 in step", {"1234.py": "cell-3.py"})
+    'at cell-3.py:5 in step'
+    """
+    if not cells:
+        return text
+    code = r"(?:[^\s:(]*/)?\b(" + "|".join(map(re.escape, cells)) + r")(?=:\d)"
+    return re.sub(code, lambda found: cells[found[1]], text)
 
 
 def find_commit(directory: Path) -> str | None:

@@ -1,20 +1,24 @@
 """Writes a run while it happens: whole records only, appended at once, so that a killed process loses nothing.
 
-Training must not suffer from the disk: the first failure to write becomes one warning, and writing ends.
+Training must not suffer from the disk: the first failure to write becomes one warning, and writing ends. A disk that
+may keep it waiting is left to a thread.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradproof.errors import warn
+from gradproof.record.disk import Aside, Files, is_network
 from gradproof.record.schema import (
+    CUT_OFF_FILE,
     EVENTS_FILE,
     FORMAT,
     FRAMES_FILE,
@@ -28,6 +32,11 @@ from gradproof.record.schema import (
     pack_frame,
 )
 from gradproof.record.sink import Sink, Sinks
+from gradproof.record.thinner import FrameFile
+
+MOST_WAITED = 10.0  # seconds that training may wait for the disk
+PLACES = {name: place for place, name in enumerate(STEP_COLUMNS)}
+A_WAIT = 0.25  # seconds; what is shorter may as well be a busy processor
 
 
 class RunWriter:
@@ -38,13 +47,20 @@ class RunWriter:
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
         self._numbers: dict[tuple[str, str], int] = {}
-        self._files: dict[str, int] = {}
         self._info_changed = True
+        self._waited = 0.0  # seconds that training has waited for the disk
+        self._aside: Aside | None = None
+        self._made = False  # what is not ours is not written to
         try:
             self.path = new_directory(self.path)
+            self._made = True
         except OSError as error:
             self._give_up(error)
-        self._append(STEPS_FILE, (",".join(STEP_COLUMNS) + "\n").encode())
+        self._files = Files(self.path)
+        self._frames = FrameFile(self._files, FRAMES_FILE)
+        if self._made and is_network(self.path):
+            self._aside = Aside()
+        self._do(self._files.append, STEPS_FILE, (",".join(STEP_COLUMNS) + "\n").encode())
         self.save_info()
         self._sinks = Sinks(sinks)
         self._sinks.tell("begin", self.path, self._info)
@@ -65,14 +81,18 @@ class RunWriter:
 
     def write_step(self, row: Mapping[str, Any]) -> None:
         """One row of steps.csv; a missing column stays empty."""
-        cells = (_cell(row.get(column)) for column in STEP_COLUMNS)
-        self._append(STEPS_FILE, (",".join(cells) + "\n").encode())
-        self._sinks.tell("step", row)
+        cells = [""] * len(STEP_COLUMNS)
+        for name, value in row.items():  # of the columns, most steps have a few
+            if value is not None and (place := PLACES.get(name)) is not None:
+                cells[place] = f"{value:.9g}" if isinstance(value, float) else str(value)
+        self._do(self._files.append, STEPS_FILE, (",".join(cells) + "\n").encode())
+        if self._sinks.listening:
+            self._sinks.tell("step", row)
 
     def write_frame(self, content: int, step: int, numbers: np.ndarray, values: np.ndarray) -> None:
         """The statistics of one step; names must be on disk before the numbers that refer to them."""
         self.save_info()
-        self._append(FRAMES_FILE, pack_frame(content, step, numbers, values))
+        self._do(self._frames.append, step, pack_frame(content, step, numbers, values))
         if not self._sinks.listening:
             return
         tensors = [self._info["tensors"][number] for number in numbers]
@@ -85,52 +105,75 @@ class RunWriter:
     def write_event(self, name: str, **facts: Any) -> None:
         """Something rare: a verdict, a note, the first bad operation."""
         event = {"event": name, "time": round(time.time(), 3), **facts}
-        self._append(EVENTS_FILE, (json_line(event) + "\n").encode())
+        self._do(self._files.append, EVENTS_FILE, (json_line(event) + "\n").encode())
 
-    def keep_file(self, name: str, data: bytes) -> None:
-        """A file beside the record, as it is: the script that ran."""
-        self._append(name, data)
+    def append(self, name: str, data: bytes) -> None:
+        """To a file beside the others, as it is: a whole record, the script that ran."""
+        self._do(self._files.append, name, data)
 
     def save_info(self) -> None:
         """Replace run.json as a whole, if something in it changed."""
+        for name, value in self._frames.facts().items():
+            if self._info.get(name) != value:
+                self.set_info(**{name: value})
         if self.broken or not self._info_changed:
             return
         self._info_changed = False
-        target = self.path / INFO_FILE
-        draft = target.with_suffix(".tmp")
-        try:
-            draft.write_text(json_line(self._info), encoding="utf-8")
-            draft.replace(target)
-        except OSError as error:
-            self._give_up(error)
+        self._do(self._files.replace, INFO_FILE, json_line(self._info).encode())
 
     def close(self) -> None:
         """End the run; what was written stays as it is."""
+        self._do(self._frames.close)
         self.save_info()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._do(self._files.close)
+        if self._aside is not None and not self.broken:
+            try:
+                self._aside.finish(MOST_WAITED)
+            except OSError as error:
+                self._give_up(error)
         self._sinks.tell("end")
 
-    def _append(self, name: str, data: bytes) -> None:
+    @property
+    def may_hang(self) -> bool:
+        """Whether whoever looks at its files risks to wait for ever."""
+        return self._aside is not None
+
+    def _do(self, work: Callable[..., None], *args: Any) -> None:
+        """Something with the disk: here, or by the thread that waits for it in our stead."""
         if self.broken:
             return
+        before = time.monotonic()
         try:
-            if name not in self._files:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-                self._files[name] = os.open(self.path / name, flags, 0o644)
-            written = os.write(self._files[name], data)
-            if written != len(data):
-                raise OSError("only part of a record could be written")
+            self._aside.put(work, *args) if self._aside is not None else work(*args)
         except OSError as error:
             self._give_up(error)
+        if (waited := time.monotonic() - before) > A_WAIT:
+            self._waited += waited
+            if self._waited > MOST_WAITED and self._aside is None:
+                self._aside = Aside()
 
     def _give_up(self, error: OSError) -> None:
+        if self.broken:
+            return
         self.broken = str(error)
+        if self._made:
+            self._mark_end()
         warn(
             f"gradproof cannot write to {self.path} ({error}); training goes on, the record ends here",
             stacklevel=3,
         )
+
+    def _mark_end(self) -> None:
+        """Whoever reads what is left has to know that it is not all: a full disk still takes a file without bytes."""
+        self._info["failure"] = f"the record could not be written: {self.broken}"
+        if self._aside is not None:
+            self._aside.leave()
+            return  # it may never answer again; a run that has no end says so
+        try:
+            self._files.replace(INFO_FILE, json_line(self._info).encode())
+        except OSError:
+            with suppress(OSError):
+                self._files.make_empty(CUT_OFF_FILE)
 
 
 def new_directory(path: Path) -> Path:
@@ -138,24 +181,13 @@ def new_directory(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     attempt = path
     for number in range(2, 10_000):
-        try:
+        with suppress(FileExistsError):
             attempt.mkdir()
-            return attempt
-        except FileExistsError:
+        with suppress(FileExistsError):
             if attempt.is_dir() and not any(attempt.iterdir()):
-                claim = attempt / STEPS_FILE
-                try:
-                    claim.touch(exist_ok=False)  # two processes may find the same empty directory
-                    return attempt
-                except FileExistsError:
-                    pass
-            attempt = path.with_name(f"{path.name}-{number}")
+                (attempt / STEPS_FILE).touch(
+                    exist_ok=False
+                )  # two processes may find the same empty directory
+                return attempt
+        attempt = path.with_name(f"{path.name}-{number}")
     raise FileExistsError(f"{path} and 10,000 names after it are taken")
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.9g}"
-    return str(value)

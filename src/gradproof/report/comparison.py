@@ -16,8 +16,8 @@ import numpy as np
 
 from gradproof.diagnosis.findings import LEVELS, Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
+from gradproof.errors import plain
 from gradproof.record.run import Run
-from gradproof.record.source import SCRIPT_COPY
 
 MOST_TENSORS = 12
 
@@ -33,6 +33,7 @@ class Health:
     first_loss: float  # nan where no loss was measured
     last_loss: float
     best_loss: float
+    complete: bool = False  # all was asked without which nobody may call it good
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def compare_trainings(runs: Sequence[Run], diagnoses: Sequence[Diagnosis] = ()) 
     found = list(diagnoses) or [diagnose(run) for run in runs]
     return Comparison(
         labels=tuple(label_runs([run.path for run in runs])),
-        paths=tuple(str(run.path) for run in runs),
+        paths=tuple(plain(str(run.path)) for run in runs),
         health=tuple(summarise(run, each) for run, each in zip(runs, found, strict=True)),
         findings=tuple(list_findings(found)),
         differences=tuple(find_differences(runs)),
@@ -104,7 +105,7 @@ def label_runs(paths: Sequence[Path]) -> list[str]:
     length = 1
     while length < deepest and len({each[-length:] for each in parts}) < len(set(parts)):
         length += 1
-    labels = ["/".join(each[-length:]) for each in parts]
+    labels = [plain("/".join(each[-length:])) for each in parts]
     twice = {label for label in labels if labels.count(label) > 1}
     return [f"{label} ({n})" if label in twice else label for n, label in enumerate(labels, 1)]
 
@@ -130,6 +131,7 @@ def summarise(run: Run, diagnosis: Diagnosis) -> Health:
         if len(losses)
         else float("nan"),  # nan if a nan is in it
         best_loss=float(finite.min()) if len(finite) else float("nan"),
+        complete=diagnosis.sure,
     )
 
 
@@ -268,11 +270,11 @@ def typical_norms(run: Run, kind: str) -> dict[str, float]:
 
 def diff_scripts(first: Run, other: Run) -> str:
     """A unified diff of the two scripts as they were when they ran; empty if equal or not recorded."""
-    files = [run.path / SCRIPT_COPY for run in (first, other)]
-    if not all(file.is_file() for file in files):
+    before, after = first.script(), other.script()
+    if before is None or after is None:
         return ""
-    before, after = (file.read_text(encoding="utf-8", errors="replace").splitlines() for file in files)
-    return "\n".join(difflib.unified_diff(before, after, str(first.path), str(other.path), lineterm="", n=2))
+    here, there = plain(str(first.path)), plain(str(other.path))
+    return "\n".join(difflib.unified_diff(before, after, here, there, lineterm="", n=2))
 
 
 def _is_number(word: str) -> bool:

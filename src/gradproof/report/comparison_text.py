@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradproof.errors import plain
 from gradproof.record.run import Run
 from gradproof.report.comparison import Comparison, Health, read_curve
 from gradproof.report.plot import Curve, render_plot
-from gradproof.report.tensor import plain
 
 NAMES = 42  # characters for what is compared; the values stand right of it
 MOST_CHANGES, MOST_CODE = 20, 60
@@ -46,7 +46,11 @@ def _health(found: Comparison, column: int) -> str:
     health = found.health
     lines = [
         _row("", found.labels, column),
-        _row("health", [each.worst or "good" for each in health], column),
+        _row(
+            "health",
+            [each.worst or ("good" if each.complete else "nothing found") for each in health],
+            column,
+        ),
         _row("steps", [str(each.steps) for each in health], column),
         _row("loss: first", [f"{each.first_loss:.4g}" for each in health], column),
         _row("      last (median of a 20th)", [f"{each.last_loss:.4g}" for each in health], column),

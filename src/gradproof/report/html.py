@@ -10,12 +10,14 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gradproof.diagnosis.findings import Diagnosis
 from gradproof.diagnosis.ranking import diagnose
+from gradproof.errors import plain
 from gradproof.record.run import Run
 from gradproof.record.schema import json_line
 from gradproof.report.comparison import compare_trainings
@@ -36,6 +38,7 @@ SCRIPTS = (
     "diagnosis.js",
     "curves.js",
     "tape.js",
+    "ranks.js",
     "environment.js",
     "compare.js",
     "live.js",
@@ -47,7 +50,7 @@ def render_page(runs: Sequence[Run], diagnoses: Sequence[Diagnosis] = ()) -> str
     """One file for one run; for several, their comparison, and each of them."""
     found = list(diagnoses) or [diagnose(run) for run in runs]
     text = "\n".join(render_text(diagnosis) for diagnosis in found)
-    return assemble(pack_runs(runs, found), title=f"{runs[0].path.name} · gradproof", text=text)
+    return assemble(pack_runs(runs, found), title=f"{plain(runs[0].path.name)} · gradproof", text=text)
 
 
 def pack_runs(runs: Sequence[Run], found: Sequence[Diagnosis]) -> dict[str, Any]:
@@ -80,13 +83,8 @@ def assemble(data: dict[str, Any], title: str, text: str) -> str:
         "data": json_for_script(data),
         "script": script,
     }
-    page = read_part("page.html")
-    for name, part in parts.items():
-        before, mark, after = page.partition(
-            "{{" + name + "}}"
-        )  # once: what a run says is not searched again
-        page = before + part + after if mark else page
-    return page
+    # in one pass: what a run says, its name too, is not searched again
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], read_part("page.html"))
 
 
 def json_for_script(data: dict[str, Any]) -> str:

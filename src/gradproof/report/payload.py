@@ -16,6 +16,7 @@ from gradproof.diagnosis.findings import Diagnosis
 from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.ranking import diagnose, last_verdicts
 from gradproof.diagnosis.series import Track, spikes, tracks
+from gradproof.errors import plain
 from gradproof.record.run import Run
 from gradproof.record.schema import (
     EXPONENT_BINS,
@@ -26,6 +27,8 @@ from gradproof.record.schema import (
     json_line,
 )
 from gradproof.report.columns import Columns
+from gradproof.report.ranks import pack_ranks
+from gradproof.report.source import pack_sources
 from gradproof.report.thinning import DETAILS, EXTRA, smooth, thin_curve, thin_tensors
 
 POINTS = 4000  # of a curve
@@ -75,10 +78,11 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
     found = list(tracks(run))
     return {
         "name": name_of(run),
-        "path": str(run.path),
+        "path": plain(str(run.path)),
         "steps": len(run),
         "status": describe_status(run),
         "diagnosis": diagnosis.as_data(),
+        "sources": pack_sources(run, diagnosis),
         "trials": [vars(trial_of_event(e)) for e in run.events if e.get("event") == "trial"],
         "curves": [
             *(curve for track in found for curve in curves_of_track(run, track, columns, share)),
@@ -87,6 +91,7 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
         "spikes": [
             {"step": s, "value": v, "usual": u} for t in found for s, v, u in spikes(t.loss, t.steps)[:200]
         ],
+        "ranks": pack_ranks(run.ranks),
         "marks": list(find_marks(run, diagnosis)),
         "tensors": run.tensors,
         "order": order_of_execution(run),
@@ -95,15 +100,19 @@ def gather_facts(run: Run, diagnosis: Diagnosis, columns: Columns, share: float 
         "verdicts": last_verdicts(run),
         "shadow": next((e for e in reversed(run.events) if e.get("event") == "shadow"), None),
         "alignment": find_alignment(run),
-        "notes": [*run.notes, *find_repeated_steps(run)],  # after all has been read
-        "info": {key: value for key, value in run.info.items() if key not in ("tensors", "statistics")},
+        "notes": list(
+            dict.fromkeys([*run.notes, *diagnosis.notes, *find_repeated_steps(run)])
+        ),  # after all has been read
+        "info": {
+            key: value for key, value in run.info.items() if key not in ("tensors", "statistics", "prints")
+        },
     }
 
 
 def name_of(run: Run) -> str:
     """The name of its directory; `gradproof train` has many that are called NAME/record."""
     path = run.path.absolute()
-    return f"{path.parent.name}/record" if path.name == "record" else path.name
+    return plain(f"{path.parent.name}/record" if path.name == "record" else path.name)
 
 
 def describe_status(run: Run) -> dict[str, Any]:

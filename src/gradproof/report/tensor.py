@@ -7,7 +7,8 @@ import textwrap
 
 import numpy as np
 
-from gradproof.errors import UserError
+from gradproof.errors import UserError, plain
+from gradproof.record.last_steps import last_norms
 from gradproof.record.run import Run
 from gradproof.record.schema import EXPONENT_LOW, KINDS, STATISTICS, STEP_COLUMNS, TEXT_COLUMNS
 from gradproof.report.comparison import read_curve
@@ -17,6 +18,7 @@ COLUMNS = tuple(name for name in STEP_COLUMNS if name not in ("step", *TEXT_COLU
 COUNTS = ("nan", "inf", "zero", "subnormal", "eps_share", "dead")  # not worth a word where they are 0
 PLOTTED = ("output", "output_gradient", "gradient", "weight", "update")  # the others get one line
 MOST_LISTED = 40
+MOST_STEPS = 8
 NO_BREAK = "\u00a0"
 
 
@@ -29,9 +31,30 @@ def render_overview(run: Run, width: int, color: bool) -> str:
     lines += [f"  {plain(name)}" for name in names[:MOST_LISTED]]
     if len(names) > MOST_LISTED:
         lines.append(f"  … and {len(names) - MOST_LISTED} more")
+    lines += render_last_steps(run)
     if names:
-        lines.append(f"next: gradproof show {run.path} {plain(names[-1])}")
+        lines.append(f"next: gradproof show {plain(str(run.path))} {plain(names[-1])}")
     return "\n".join(lines)
+
+
+def render_last_steps(run: Run) -> list[str]:
+    """Of a rank that has died, or is still at work: norms of its last steps, and the largest of each kind."""
+    if "ended" in run.info:
+        return []
+    steps = last_norms(run.path, run.info)
+    lines = (
+        [f"the last {len(steps)} steps, tensor by tensor; norms of all, and the largest:"] if steps else []
+    )
+    for step, norms in list(steps.items())[-MOST_STEPS:]:
+        parts = []
+        for kind in ("gradient", "weight"):
+            found = {name: norm for (what, name), norm in norms.items() if what == kind}
+            if found:
+                most = max(found, key=lambda name: (np.isnan(found[name]), found[name]))
+                whole = float(np.sqrt(np.square([*found.values()]).sum()))
+                parts.append(f"{kind} {whole:.4g} ({plain(most)} {found[most]:.4g})")
+        lines.append(f"  step {step}: {' · '.join(parts)}")
+    return lines
 
 
 def render_shown(run: Run, pattern: str, statistic: str, width: int, color: bool) -> str:
@@ -57,21 +80,21 @@ def find_names(run: Run, pattern: str) -> list[str]:
         some = ", ".join(map(plain, names[:6])) or "no tensors"
         raise UserError(
             f"{run.path} has no tensor or column that matches {pattern!r}; it has {some}"
-            f"{' …' if len(names) > 6 else ''} (`gradproof show {run.path}` lists them)"
+            f"{' …' if len(names) > 6 else ''} (`gradproof show {plain(str(run.path))}` lists them)"
         )
     return found
 
 
 def render_column(run: Run, column: str, width: int, color: bool) -> str:
     steps, values = read_curve(run, column)
-    head = f"{column} · {run.path} · {_describe(steps, values)}"
+    head = f"{column} · {plain(str(run.path))} · {_describe(steps, values)}"
     return f"{head}\n{render_plot([Curve(column, steps, values)], width, color=color)}"
 
 
 def render_tensor(run: Run, name: str, statistic: str, width: int, color: bool) -> str:
     """One tensor: one statistic of each of its kinds over the steps, and all statistics of the last measured step."""
     kinds = [kind for kind in KINDS if name in (run.tensors[n]["name"] for n in run.numbers(kind))]
-    parts = [f"{plain(name)}{describe_shape(run, name)} · {run.path}"]
+    parts = [f"{plain(name)}{describe_shape(run, name)} · {plain(str(run.path))}"]
     for kind in kinds:
         steps, values = run.series(kind, name, statistic)
         if not len(steps):
@@ -123,7 +146,7 @@ def _last_step(run: Run, kind: str, name: str, width: int) -> list[str]:
 def render_list(run: Run, pattern: str, names: list[str], statistic: str) -> str:
     """Many tensors: a line each with first, median, last value and a sparkline, kind by kind."""
     wide = min(48, max(len(plain(name)) for name in names))
-    lines = [f"{len(names)} tensors match {pattern!r} · {statistic} · {run.path}"]
+    lines = [f"{len(names)} tensors match {pattern!r} · {statistic} · {plain(str(run.path))}"]
     shown = 0
     for kind in KINDS:
         table = run.table(kind, statistic)
@@ -139,7 +162,7 @@ def render_list(run: Run, pattern: str, names: list[str], statistic: str) -> str
             lines += ["", f"  {head:{wide}} {'first':>10} {'median':>10} {'last':>10}", *rows]
     if shown >= MOST_LISTED:
         lines.append(f"  … the first {MOST_LISTED} lines; a longer pattern shows fewer")
-    return "\n".join([*lines, f"next: gradproof show {run.path} {plain(names[0])}"])
+    return "\n".join([*lines, f"next: gradproof show {plain(str(run.path))} {plain(names[0])}"])
 
 
 def _describe(steps: np.ndarray, values: np.ndarray) -> str:
@@ -157,12 +180,3 @@ def _describe(steps: np.ndarray, values: np.ndarray) -> str:
     if not finite.all():
         text += f"; not finite at {int((~finite).sum())} steps, first {steps[~finite][0]}"
     return text
-
-
-def plain(text: str) -> str:
-    """Text from a run as it can be printed: control characters and marks of direction are spelled out.
-
-    >>> plain("a\\nb")
-    'a\\\\nb'
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

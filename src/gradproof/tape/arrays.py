@@ -59,6 +59,6 @@ def place_of(tensor: torch.Tensor) -> tuple:
 
 def content_of(tensor: torch.Tensor) -> int:
     """A number for what the memory of a tensor holds."""
-    held = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage()).numpy()
     step = len(held) // LOOKED_AT | 1  # odd: of numbers of several bytes, every byte has its turn
     return zlib.crc32(held[::step].tobytes())

@@ -19,6 +19,17 @@ from gradproof.tape.operators import argument
 
 def attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
     """What a fused attention operator computes without dropout; (B, H, T, D)."""
+    weights, _, value, _ = attention_weights(func, args, kwargs)
+    out = weights @ value
+    # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return (out,)  # what else they return only their own backward reads
+
+
+def attention_weights(
+    func: Callable, args: tuple, kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """(weights (B, H, T, S), key, value, scale): key and value once for each head that reads them."""
     query, key, value = args[:3]
     bias = argument(func, args, kwargs, "attn_bias")
     if bias is None:
@@ -34,10 +45,8 @@ def attention_formula(func: Callable, args: tuple, kwargs: dict) -> tuple:
     if isinstance(bias, torch.Tensor):
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
     nothing = scores.amax(-1, keepdim=True) == -math.inf  # a row without any key gives zero, not NaN
-    out = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0) @ value
-    # the memory order of the fused operators is (B, T, H, D): the views that follow rely on it
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return (out,)  # what else they return only their own backward reads
+    weights = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
+    return weights, key, value, factor
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Is the backward of each hand-written autograd.Function of a step the derivative of its forward?
 
 Each call is judged alone, on the inputs and the incoming gradient it had in the step: its taped forward is
-differentiated in float64, and the same derivative in the step's own precision says how much is rounding.
-Where the forward cannot be replayed (Triton, NumPy, C++ inside), directional finite differences decide.
+differentiated in float64, and the same derivative in the step's own precision says how much is rounding. What is wrong
+by this witness is put before a second one, a difference quotient of the same forward along the error.
+Where the forward cannot be replayed (Triton, NumPy, C++ inside), directional finite differences decide alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import FunctionCall, Line, Operation, Ref, Tape
 from gradproof.tape.pattern import describe_difference, relative_error, wide
 from gradproof.tape.player import Player
+from gradproof.tape.witness import DERIVATIVE, DIFFERENCE, second_witness
 
 DIRECTIONS = 3
 
@@ -33,6 +35,8 @@ class Audit:
     pattern: str
     method: str  # derivative in float64, or finite differences
     surrogate: str = ""  # why the difference may be meant: straight-through estimators, gradient reversal
+    witnesses: tuple[str, ...] = ()  # who says that it is wrong
+    disputed: bool = False  # a difference quotient sides with the backward, not with the derivative
 
     @property
     def right(self) -> bool:
@@ -172,7 +176,10 @@ def judge_by_derivative(
         right, mine = wide(right), own[place]
         noise = float(torch.linalg.vector_norm((right if mine is None else wide(mine)) - right))
         size = float(torch.linalg.vector_norm(right))
-        floor = max(8 * noise, 4 * eps * math.sqrt(depth) * size, 1e-5 * size, 1e-3 * eps * size_in)
+        # eight times the measured rounding, at least two units an operation, walking at random
+        floor = max(8 * noise, 2 * eps * math.sqrt(depth) * size, 1e-5 * size)
+        if size <= eps * size_in:  # what came in has cancelled, and left the rounding of its own size
+            floor = max(floor, 4 * eps * size_in)
         tolerance = floor / size if size > 0 else floor
         if got is None:
             error = 1.0 if size > floor else 0.0
@@ -188,86 +195,139 @@ def judge_by_derivative(
         pattern = "" if error <= tolerance else describe_difference(got, right, tolerance)
         name = _parameter_name(tape, ref.slot)
         surrogate = _surrogate(tape, call, got, right) if error > tolerance else ""
-        audits.append(Audit(call, place, name, error, tolerance, pattern, "derivative in float64", surrogate))
+        witnesses: tuple[str, ...] = ()
+        disputed = False
+        if error > tolerance and not surrogate:
+            agrees = difference_agrees(tape, call, values, gradients_in, ref.slot, got, right)
+            witnesses, disputed = (DERIVATIVE, DIFFERENCE) if agrees else (DERIVATIVE,), agrees is False
+        audits.append(
+            Audit(
+                call,
+                place,
+                name,
+                error,
+                tolerance,
+                pattern,
+                "derivative in float64",
+                surrogate,
+                witnesses,
+                disputed,
+            )
+        )
     return audits
+
+
+def difference_agrees(
+    tape: Tape,
+    call: FunctionCall,
+    values: dict,
+    gradients_in: list,
+    slot: int,
+    got: torch.Tensor | None,
+    right: torch.Tensor,
+) -> bool | None:
+    """Does a difference quotient of a call's taped forward side with its derivative? None where it cannot be had."""
+
+    def outputs_at(x: torch.Tensor) -> list[torch.Tensor | None]:
+        player = Player(tape, torch.float64, {**values, slot: x}, open_functions=False)
+        for operation in segment(tape, call):
+            player.step(operation)
+            if operation.index in player.replay.notes:
+                raise CannotReplay(player.replay.notes[operation.index])
+        return [None if out is None else player.env.get(out) for out in call.outputs]
+
+    return second_witness(outputs_at, gradients_in, values[slot], got, right)
 
 
 def judge_by_differences(
     tape: Tape, call: FunctionCall, values: dict, gradients_in: list, gradients_out: list
 ) -> list[Audit]:
     """Directional finite differences of the function itself: Σ⟨g, F(x + hv) − F(x − hv)⟩ / 2h against
-    ⟨gradient, v⟩."""
-    refs = [(place, arg) for place, arg in enumerate(a for a in call.args if isinstance(a, Ref))]
-    precise = _runs_in_double(call, values)
-    dtype = torch.float64 if precise else None
+    ⟨gradient, v⟩.
+
+    It is called in the dtypes that it was called with: a kernel behind a pointer makes garbage of any other.
+    """
     audits = []
-    for place, ref in refs:
+    for place, ref in enumerate(arg for arg in call.args if isinstance(arg, Ref)):
         got = gradients_out[place] if place < len(gradients_out) else None
         x = values[ref.slot].double()
         if not ref.tracked or x.numel() == 0:
             continue
         got = torch.zeros_like(x) if got is None else got.double()
-        eps = torch.finfo(torch.float64 if precise else values[ref.slot].dtype).eps
-        rounding = torch.finfo(
-            values[ref.slot].dtype
-        ).eps  # of the backward, which ran in the step's precision
+        eps = max(torch.finfo(call.dtypes[ref.slot]).eps, _eps_of(gradients_in))
         errors, allowed = [], []
         generator = torch.Generator().manual_seed(0)
         for _ in range(DIRECTIONS):
             v = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
             v = v * x.square().mean().sqrt().clamp_min(1e-3)
-            h = eps ** (1 / 3)
-            plus = _weighted(call, {**values, ref.slot: x + h * v}, gradients_in, dtype)
-            minus = _weighted(call, {**values, ref.slot: x - h * v}, gradients_in, dtype)
-            slope, said = (plus[0] - minus[0]) / (2 * h), float((got * v).sum())
-            noise = 8 * eps * (plus[1] + minus[1]) / (2 * h) + 8 * rounding * float((got * v).norm())
-            size = max(abs(slope), abs(said), 1e-300)
+            slope, doubt, size = _slope(call, values, gradients_in, ref.slot, v, eps ** (1 / 3))
+            said = float((got * v).sum())
+            size = max(abs(slope), abs(said), size, 1e-300)
             errors.append(abs(slope - said) / size)
-            allowed.append(noise / size + 100 * eps ** (2 / 3))
+            allowed.append((doubt + 8 * eps * float((got * v).norm())) / size + 100 * eps ** (2 / 3))
+        if not all(map(math.isfinite, (*errors, *allowed))):
+            raise CannotReplay("its results are not finite when it is called again")
         worst = max(range(DIRECTIONS), key=lambda i: errors[i] / allowed[i])
         pattern = (
             "" if errors[worst] <= allowed[worst] else f"{errors[worst]:.2g} off along a random direction"
         )
         method = f"finite differences of the function itself ({call.opaque})"
         name = _parameter_name(tape, ref.slot)
-        audits.append(Audit(call, place, name, errors[worst], allowed[worst], pattern, method))
+        witnesses = (method,) if pattern else ()
+        audits.append(
+            Audit(call, place, name, errors[worst], allowed[worst], pattern, method, witnesses=witnesses)
+        )
     return audits
 
 
-def _weighted(
-    call: FunctionCall, values: dict, gradients_in: list, dtype: torch.dtype | None
-) -> tuple[float, float]:
-    """(Σ⟨g, F(x)⟩, the size of what was summed), evaluated by calling the function."""
-    outputs = call_function(call, values, dtype)
-    pairs = [(o, g) for o, g in zip(outputs, gradients_in, strict=False) if g is not None and o is not None]
-    products = [o.double() * g.double() for o, g in pairs]
-    return sum(float(p.sum()) for p in products), math.sqrt(sum(float(p.square().sum()) for p in products))
+def _slope(
+    call: FunctionCall, values: dict, gradients_in: list, slot: int, v: torch.Tensor, h: float
+) -> tuple[float, float, float]:
+    """(the slope along v, what rounding and curvature leave open, its size where the terms do not cancel)."""
+    x = values[slot].double()
+    asked = (-2, -1, 0, 1, 2)
+    moved = {k: (x + k * h * v).to(call.dtypes[slot]).double() for k in asked}
+    outs = {k: call_function(call, {**values, slot: moved[k]}) for k in asked}
+    near, terms = _weighted(outs[1], outs[-1], gradients_in)
+    far, _ = _weighted(outs[2], outs[-2], gradients_in)
+    near, far = near / (2 * h), far / (4 * h)
+    # fourth differences: slopes and curvature cancel in them, and what is left is what it jitters by
+    wide = [_weighted(outs[k], outs[0], gradients_in)[0] for k in (-2, -1, 1, 2)]
+    jitter = abs(wide[0] - 4 * wide[1] - 4 * wide[2] + wide[3]) / math.sqrt(70)
+    size = math.sqrt(sum(_square(o, g) for o, g in zip(outs[0], gradients_in, strict=False)))
+    eps = max(torch.finfo(call.dtypes[slot]).eps, _eps_of(gradients_in))
+    return near, 2 * abs(near - far) + (4 * jitter + 8 * eps * size) / h, terms / (2 * h)
 
 
-def call_function(call: FunctionCall, values: dict, dtype: torch.dtype | None) -> list:
+def _square(out: torch.Tensor | None, gradient: torch.Tensor | None) -> float:
+    return (
+        0.0 if out is None or gradient is None else float((out.double() * gradient.double()).square().sum())
+    )
+
+
+def _eps_of(gradients: list) -> float:
+    return max((torch.finfo(g.dtype).eps for g in gradients if g is not None), default=0.0)
+
+
+def _weighted(here: list, there: list, gradients_in: list) -> tuple[float, float]:
+    """(Σ⟨g, here − there⟩, the size of what was summed): differences first, so that what stays does not round."""
+    parts = [
+        (a.double() - b.double()) * g.double()
+        for a, b, g in zip(here, there, gradients_in, strict=False)
+        if g is not None and a is not None
+    ]
+    return sum(float(p.sum()) for p in parts), math.sqrt(sum(float(p.square().sum()) for p in parts))
+
+
+def call_function(call: FunctionCall, values: dict) -> list:
+    """Its outputs for some values of its arguments, each in the dtype it was called with."""
+
     def arg(value: object) -> object:
-        if not isinstance(value, Ref):
-            return value
-        tensor = values[value.slot]
-        return (
-            tensor.to(dtype)
-            if dtype is not None and tensor.is_floating_point()
-            else tensor.to(call.dtypes[value.slot])
-        )
+        return values[value.slot].to(call.dtypes[value.slot]) if isinstance(value, Ref) else value
 
     with torch.no_grad():
         result = call.cls.apply(*(arg(value) for value in call.args))
     return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def _runs_in_double(call: FunctionCall, values: dict) -> bool:
-    try:
-        outputs = call_function(call, values, torch.float64)
-    except Exception:
-        return False
-    return all(
-        o.dtype == torch.float64 for o in outputs if isinstance(o, torch.Tensor) and o.is_floating_point()
-    )
 
 
 def _eps(tape: Tape, call: FunctionCall) -> float:

@@ -25,6 +25,7 @@ from gradproof.tape.operations import (
     Tape,
     references,
 )
+from gradproof.tape.shards import local
 from gradproof.tape.tensors import tensors_in
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ def watched_modules(state: State) -> Iterator[None]:
 
 
 def _enter_module(state: State, module: torch.nn.Module, args: Any) -> None:
+    if state.idle:
+        if not state.wakes(module):
+            return
+        state.restart()
     kind = type(module).__name__
     state.tape.compiled = state.tape.compiled or kind == "OptimizedModule"
     if id(module) not in state.module_paths:
@@ -62,6 +67,7 @@ def _enter_module(state: State, module: torch.nn.Module, args: Any) -> None:
     call = ModuleCall(path, kind, first=len(state.tape.operations))
     state.tape.modules.append(call)
     state.module_stack.append((call, path or kind))
+    state.running.append(module)
     state.grad_enabled = torch.is_grad_enabled()
     call.inputs = [state.slot(tensor) for tensor in tensors_in(args)]
     call.first = len(state.tape.operations)
@@ -71,9 +77,12 @@ def _leave_module(state: State, output: Any) -> None:
     if not state.module_stack:
         return
     call, _ = state.module_stack.pop()
+    if state.running:
+        state.running.pop()
     if call is not None:
         call.last = len(state.tape.operations)
-        call.outputs = [slot for t in tensors_in(output) if (slot := state.slot_of.get(t._cdata)) is not None]
+        held = [local(t) if state.sharded else t for t in tensors_in(output)]
+        call.outputs = [slot for t in held if (slot := state.slot_of.get(t._cdata)) is not None]
 
 
 def _learn_paths(state: State, root: torch.nn.Module) -> None:
@@ -94,7 +103,7 @@ def _learn_paths(state: State, root: torch.nn.Module) -> None:
     for name, buffer in root.named_buffers():
         state.buffers[id(buffer)] = prefix + _without_wrappers(name, dropped)
     for parameter in root.parameters():
-        state.parameters[id(parameter)] = parameter
+        state.parameters[parameter] = None
 
 
 def _without_wrappers(path: str, dropped: list[str]) -> str:
@@ -158,6 +167,8 @@ def _watched_forward(state: State, cls: type, forward: Callable) -> Callable:
 
 
 def _enter_function(state: State, cls: type, args: tuple) -> FunctionCall | None:
+    if state.idle:
+        return None
     state.call_depth += 1
     if state.call_depth > 1 or state.backward:
         return FunctionCall(-1, cls, (), 0, "", None, 0)  # inside another one: part of it
@@ -184,6 +195,7 @@ def _leave_function(state: State, call: FunctionCall, output: Any) -> None:
     state.call_depth -= 1
     if call.index < 0:
         return
+    state.look_at_lent()
     outputs = output if isinstance(output, (tuple, list)) else [output]
     call.outputs = []
     for value in outputs:
@@ -209,7 +221,7 @@ def _leave_function(state: State, call: FunctionCall, output: Any) -> None:
 
 def note_operator(state: State, operation: Operation, kwargs: dict) -> None:
     """An operator from outside PyTorch: the tape sees its result, not its inside."""
-    if list(tensors_in(kwargs)) or not any(ref.tracked for ref in references(operation.args)):
+    if tensors_in(kwargs) or not any(ref.tracked for ref in references(operation.args)):
         return
     call = FunctionCall(
         index=len(state.tape.functions),
@@ -286,3 +298,25 @@ def watched_clearing(state: State) -> Iterator[None]:
             stack.callback(setattr, cls, "zero_grad", own)
             cls.zero_grad = wraps(own)(watched)  # type: ignore[method-assign]
         yield
+
+
+@contextmanager
+def ctc_by_numbers(state: State) -> Iterator[None]:
+    """torch.ctc_loss is given its lengths as numbers, which is what it makes of tensors where nobody watches.
+
+    Below a mode it keeps them as tensors instead, and raises where they are not on the device of the rest.
+    """
+    own = torch.ctc_loss
+
+    def by_numbers(log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = [arg.tolist() if isinstance(arg, torch.Tensor) else arg for arg in args[:2]]
+        for name in ("input_lengths", "target_lengths"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
+        return own(log_probs, targets, *lengths, *args[2:], **kwargs)  # type: ignore[arg-type]
+
+    torch.ctc_loss = wraps(own)(by_numbers)
+    try:
+        yield
+    finally:
+        torch.ctc_loss = own

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from gradproof.tape.audit import Audit
+from gradproof.tape.nodes import NodeReport, WrongNode
 from gradproof.tape.operations import Line, Tape
-from gradproof.tape.pattern import describe_difference, relative_error
-from gradproof.tape.replay import collect, differentiate, real_contributions, replay_exactly
 from gradproof.tape.stale import (
     backward_operations,
     find_foreign_activation,
@@ -17,6 +14,10 @@ from gradproof.tape.stale import (
     find_recomputed_differently,
 )
 
+SEEN = {  # on the tape, whatever the numbers say
+    "stale activation": ("the order of the calls",),
+    "recomputed differently": ("the two results of one operation",),
+}
 LOOKED_THROUGH = {"detach", "view", "t", "alias", "transpose", "expand"}
 
 
@@ -33,6 +34,11 @@ class Culprit:
     pattern: str
     evidence: str = ""
     called: Line | None = None
+    witnesses: tuple[str, ...] = ()  # independent of each other; one alone can be mistaken
+
+    @property
+    def confidence(self) -> str:
+        return "proven" if len(self.witnesses) > 1 else "likely"
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -40,6 +46,7 @@ class Culprit:
         lines += [f"  at       {self.line.file}:{self.line.number}"] if self.line else []
         lines += [f"  called   {self.called}"] if self.called else []
         lines += [f"  evidence {self.evidence}"] if self.evidence else []
+        lines += [f"  by       {' and '.join(self.witnesses)}"] if self.witnesses else []
         return "\n".join(lines)
 
 
@@ -48,10 +55,10 @@ def wrong_functions(tape: Tape, audits: list[Audit]) -> list[Culprit]:
     culprits: list[Culprit] = []
     seen: set[int] = set()
     for audit in audits:
-        if audit.right or audit.surrogate or audit.call.index in seen:
+        if audit.right or audit.surrogate or audit.disputed or audit.call.index in seen:
             continue
         seen.add(audit.call.index)
-        others = [a for a in audits if a.call is audit.call and not a.right]
+        others = [a for a in audits if a.call is audit.call and not a.right and not a.disputed]
         pattern = "; ".join(f"{a.parameter or f'argument {a.argument}'}: {a.pattern}" for a in others)
         kind, evidence, line = _why_wrong(tape, audit)
         culprits.append(
@@ -64,6 +71,7 @@ def wrong_functions(tape: Tape, audits: list[Audit]) -> list[Culprit]:
                 pattern,
                 evidence or f"{audit.method}: {audit.error:.2g} off, {audit.tolerance:.1g} allowed",
                 audit.call.line,
+                (*max((a.witnesses for a in others), key=len), *SEEN.get(kind, ())),
             )
         )
     return culprits
@@ -95,48 +103,30 @@ def _why_wrong(tape: Tape, audit: Audit) -> tuple[str, str, Line | None]:
     return "wrong backward", "", None
 
 
-def wrong_nodes(tape: Tape) -> list[Culprit]:
-    """No hand-written function is at fault: compare the gradient at each slot, from the loss backwards."""
-    pairs = [
-        (at, slot, gradient)
-        for call in tape.top_backwards
-        if not call.create_graph
-        for at, slot, gradient in call.received
-    ]
-    pairs += [
-        triple for call in tape.top_backwards if call.accumulates for triple in real_contributions(tape, call)
-    ]
-    if len([call for call in tape.top_backwards if call.accumulates]) != 1:
-        return []  # several backwards reach a slot: their gradients cannot be told apart slot by slot
-    got: dict[int, torch.Tensor] = {}
-    looks: dict[int, list] = {}
-    for at, slot, gradient in sorted(pairs):
-        looks.setdefault(at, []).append(collect(got, slot, gradient))
-    replay_exactly(tape, at=looks)
-    own = differentiate(tape, gradients_at=[slot for _, slot, _ in pairs])
-    expected = {**own.slot_gradients, **own.gradients}
-    for _, slot, gradient in sorted(pairs):
-        if slot not in expected or slot not in got or got[slot].shape != expected[slot].shape:
-            continue
-        error = relative_error(got[slot], expected[slot])
-        if error > max(1e-4, 64 * torch.finfo(got[slot].dtype).eps):
-            return [_culprit_at(tape, gradient, error, describe_difference(got[slot], expected[slot], 1e-4))]
-    return []
+def wrong_nodes(tape: Tape, report: NodeReport) -> list[Culprit]:
+    """The places at which the node-by-node comparison found a wrong gradient, in the order of backward."""
+    return [_culprit_at(tape, wrong) for wrong in report.wrong]
 
 
-def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culprit:
-    made_by = tape.slots[gradient].made_by
+def _culprit_at(tape: Tape, wrong: WrongNode) -> Culprit:
+    error, pattern, witnesses = wrong.error, wrong.pattern, wrong.witnesses
+    made_by = tape.slots[wrong.gradient].made_by
     while made_by is not None and tape.operations[made_by].name in LOOKED_THROUGH:
         refs = tape.operations[made_by].reads
         if not refs or tape.slots[refs[0]].made_by is None:
             break
         made_by = tape.slots[refs[0]].made_by
     if made_by is None:
-        return Culprit("wrong gradient", "made outside PyTorch", "", None, error, pattern)
+        return Culprit(
+            "wrong gradient", "made outside PyTorch", "", None, error, pattern, witnesses=witnesses
+        )
     operation = tape.operations[made_by]
     origin = tape.operations[operation.made_from] if operation.made_from is not None else operation
     if operation.line is not None and operation.in_backward is not None:
-        return Culprit("changed by a hook", operation.name, origin.module, operation.line, error, pattern)
+        seen = (*witnesses, f"{operation.name} runs inside backward at {operation.line}")
+        return Culprit(
+            "changed by a hook", operation.name, origin.module, operation.line, error, pattern, witnesses=seen
+        )
     siblings = [
         op for op in tape.operations if op.made_from == operation.made_from and op.in_backward is not None
     ]
@@ -144,7 +134,22 @@ def _culprit_at(tape: Tape, gradient: int, error: float, pattern: str) -> Culpri
     if overwritten is not None:
         write, _ = overwritten
         text = f"what {operation.node} saved was overwritten by {write.name}, {tape.place(write)}"
-        return Culprit("stale activation", origin.name, origin.module, origin.line, error, pattern, text)
+        return Culprit(
+            "stale activation",
+            origin.name,
+            origin.module,
+            origin.line,
+            error,
+            pattern,
+            text,
+            witnesses=(*witnesses, *SEEN["stale activation"]),
+        )
     return Culprit(
-        "wrong gradient", operation.node or operation.name, origin.module, origin.line, error, pattern
+        "wrong gradient",
+        operation.node or operation.name,
+        origin.module,
+        origin.line,
+        error,
+        pattern,
+        witnesses=witnesses,
     )

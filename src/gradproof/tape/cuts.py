@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from gradproof.tape.operations import Line, Operation, Slot, Tape, references
+from gradproof.tape.player import Player
+from gradproof.tape.replay import forward_operations
 
 LEAVES_PYTORCH = {"_local_scalar_dense": ".item()", "equal": "a comparison", "is_nonzero": "a condition"}
 STEPS = {"argmax", "argmin", "round", "floor", "ceil", "sign", "trunc", "bernoulli", "multinomial"}
@@ -18,6 +22,7 @@ class Cut:
     how: str
     module: str
     line: Line | None
+    operation: int | None = None  # the place of the cut on the tape
 
     def __str__(self) -> str:
         where = (
@@ -55,9 +60,9 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], in_part: bool) 
         if operation.name in LEAVES_PYTORCH:
             leaving = (operation, f"{LEAVES_PYTORCH[operation.name]} turns it into a Python number")
         how = _stops(tape, operation, followed)
-        if how:
+        if how and not _keeps_a_result(tape, operation):
             candidates.append((operation, how))
-        else:
+        elif not how:
             followed.update((*operation.makes, *operation.writes))
     is_open = not followed.isdisjoint(tape.loss_slots) and parameter.index in _reached(tape)
     if is_open and not in_part:
@@ -67,12 +72,11 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], in_part: bool) 
     # where several ways are cut, a cut of autograd is the slip; sampling and comparing have no gradient anyway
     for operation, how in sorted(candidates, key=lambda c: not c[1].endswith(("cuts it", "no_grad"))):
         if not towards_loss.isdisjoint((*operation.makes, *operation.writes)):
-            return Cut(parameter.name, how, operation.module, operation.line)
+            return Cut(parameter.name, how, operation.module, operation.line, operation.index)
     last = leaving or (candidates[-1] if candidates else None)
     if last is not None and parameter.index not in towards_loss:
-        return Cut(
-            parameter.name, f"{last[1]}, and no operation leads on to the loss", last[0].module, last[0].line
-        )
+        how = f"{last[1]}, and no operation leads on to the loss"
+        return Cut(parameter.name, how, last[0].module, last[0].line, last[0].index)
     how = (
         "it is part of the loss, but its backward returned nothing"
         if parameter.index in towards_loss
@@ -107,3 +111,52 @@ def _stops(tape: Tape, operation: Operation, followed: set[int]) -> str:
     if operation.name in STEPS:
         return f"{operation.name} has no slope"
     return ""
+
+
+def _keeps_a_result(tape: Tape, operation: Operation) -> bool:
+    """A detach by which autograd itself keeps what an operation has just put out, for its backward: softmax, exp, …"""
+    if operation.name != "detach" or not operation.index:
+        return False
+    before = tape.operations[operation.index - 1]
+    made = {*before.makes, *before.writes}
+    return before.name != "detach" and before.line == operation.line and made.issuperset(operation.reads)
+
+
+def gradients_through(tape: Tape, cut: int) -> dict[int, torch.Tensor]:
+    """Every parameter's gradient in float64 as it were if an operation that cuts the path did not.
+
+    Followed are a detach, and what runs without gradient behind it; where the path goes through whole numbers or leaves
+    PyTorch there is nothing to follow, and the gradients are those of the step.
+    """
+    player = _Through(tape, _chain(tape, cut))
+    with player.saving.hooks():
+        player.play(forward_operations(tape, None))
+    return player.replay.gradients
+
+
+def _chain(tape: Tape, cut: int) -> set[int]:
+    """The operation that cuts, and those after it that go on with its result without gradient."""
+    through, made = {cut}, {*tape.operations[cut].makes, *tape.operations[cut].writes}
+    for operation in tape.operations[cut + 1 :]:
+        if (
+            operation.in_backward is None
+            and not operation.grad_enabled
+            and not made.isdisjoint(operation.reads)
+        ):
+            through.add(operation.index)
+            made.update((*operation.makes, *operation.writes))
+    return through
+
+
+class _Through(Player):
+    """A replay in float64 to which some operations are no cut."""
+
+    def __init__(self, tape: Tape, through: set[int]) -> None:
+        super().__init__(tape, torch.float64, None, autograd=True, follow_cuts=True)
+        self.through = through
+
+    def step(self, operation: Operation) -> None:
+        if operation.index in self.through:
+            func = torch.ops.aten.alias.default if operation.name == "detach" else operation.func
+            operation = replace(operation, grad_enabled=True, func=func)
+        super().step(operation)

@@ -13,6 +13,7 @@ from gradproof.tape.operators import (
     DROPS_INSIDE,
     FRESH,
     FUSED_ATTENTION,
+    RRELU,
     argument,
     name_of,
     written_arguments,
@@ -49,7 +50,10 @@ def execute(
     if operation.frozen is not None and name in DROPS_INSIDE:
         return _attention_with_dropout(operation, value, slots, dtype)
     if operation.frozen is not None and not operation.writes and name != "native_dropout":
-        return _frozen_constants(operation, dtype), ""
+        return _frozen_constants(operation, operation.frozen, dtype), ""
+    if operation.kept is not None and is_foreign(func):
+        note = f"{name} comes from outside PyTorch and is not installed here: its recorded results were taken"
+        return _frozen_constants(operation, operation.kept, dtype), note
     args = replace_references(operation.args, value)
     kwargs = replace_references(operation.kwargs, value)
     if operation.frozen is not None:
@@ -80,8 +84,7 @@ def _own_precision(
 ) -> tuple[Any, str]:
     """The operator knows no other precision: lower its arguments, run it, raise its results."""
     if operation.writes:
-        raise CannotReplay(f"{operation.name} cannot be run in {dtype}: {_first_line(error)}") from error
-
+        return _written_in_own_precision(operation, value, slots, dtype, error)
     if operation.name == "view" and not any(isinstance(part, torch.dtype) for part in operation.args):
         args = replace_references(operation.args, value)
         return args[0].reshape(args[1]), ""  # another memory layout than recorded
@@ -91,6 +94,33 @@ def _own_precision(
     except Exception as second:
         raise CannotReplay(f"{operation.name} cannot be run again: {_first_line(second)}") from second
     return _map(result, lambda t: converted(t, dtype)), f"{operation.name} was run in its own precision"
+
+
+def _written_in_own_precision(
+    operation: Operation, value: Callable, slots: list[Slot], dtype: torch.dtype, error: Exception
+) -> tuple[Any, str]:
+    """The same for what is changed in place: it is changed in a copy, and copied back. A GradScaler's scale is such."""
+    lowered: dict[int, torch.Tensor] = {}
+
+    def lower(ref: Ref) -> torch.Tensor:
+        tensor = value(ref)
+        if ref.slot in operation.writes and tensor.requires_grad:
+            raise CannotReplay(f"{operation.name} cannot be run in {dtype}: {_first_line(error)}") from error
+        return lowered.setdefault(
+            ref.slot, tensor.to(slots[ref.slot].dtype) if tensor.is_floating_point() else tensor
+        )
+
+    args, kwargs = replace_references((operation.args, operation.kwargs), lower)
+    try:
+        with torch.no_grad():
+            result = operation.func(*args, **kwargs)
+            for slot in operation.writes:
+                value(Ref(slot, False)).copy_(lowered[slot])
+    except (RuntimeError, TypeError, KeyError) as second:
+        raise CannotReplay(f"{operation.name} cannot be run again: {_first_line(second)}") from second
+    exact = operation.name.startswith("_amp_")  # powers of two, and whether something was infinite
+    note = "" if exact else f"{operation.name} was run in its own precision"
+    return _map(result, lambda t: converted(t, dtype)), note
 
 
 def _lowered(operation: Operation, value: Callable, slots: list[Slot]) -> tuple[tuple, dict]:
@@ -138,10 +168,10 @@ def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch
         p = argument(operation.func, args, kwargs, "p", 0.5)
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0  # type: ignore[operator]
         return args[0] * mask * scale, mask
-    if operation.name == "rrelu_with_noise":
+    if operation.name in RRELU:
         noise = converted(operation.frozen[-1], dtype)
         args[1].copy_(noise)
-        return args[0] * noise
+        return args[0].mul_(noise) if operation.name.endswith("_") else args[0] * noise
     targets = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
     for target, frozen in zip(targets, operation.frozen, strict=True):
         with torch.no_grad():
@@ -149,12 +179,15 @@ def _frozen_result(operation: Operation, args: tuple, kwargs: dict, dtype: torch
     return args[0]
 
 
-def _frozen_constants(operation: Operation, dtype: torch.dtype | None) -> Any:
+def is_foreign(func: Callable) -> bool:
+    """An operator that this process knows only by name."""
+    return not hasattr(func, "_schema") and hasattr(func, "backward_line")
+
+
+def _frozen_constants(operation: Operation, kept: tuple, dtype: torch.dtype | None) -> Any:
     """Recorded results as they were; nothing leads from the arguments to them."""
-    assert operation.frozen is not None
     values = [
-        converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype)
-        for frozen in operation.frozen
+        converted(frozen.to(dtype=_recorded_dtype(operation, frozen), copy=True), dtype) for frozen in kept
     ]
     return values[0] if isinstance(operation.results, Ref) else tuple(values)
 

@@ -33,6 +33,7 @@ class Gain:
     forward: float
     backward: float  # |gradient at the input| / |gradient at the output|; NaN when no gradient passed
     line: str = ""
+    number: int = -1  # of the call among all calls of the tape's modules
 
     def __str__(self) -> str:
         when = f" (call {self.call})" if self.call else ""
@@ -163,7 +164,7 @@ def _module_gain(call: ModuleCall, number: int, nth: int, sizes: dict) -> Gain |
     gradient_in = max((sizes.get(("gradient", 0, slot), 0.0) for slot in call.inputs), default=0.0)
     gradient_out = max((sizes.get(("gradient", 0, slot), 0.0) for slot in call.outputs), default=0.0)
     backward = gradient_in / gradient_out if gradient_in and gradient_out else math.nan
-    return Gain(call.path, call.kind, nth, size_out / size_in, backward)
+    return Gain(call.path, call.kind, nth, size_out / size_in, backward, number=number)
 
 
 def _operation_gain(tape: Tape, player: Player, operation: Operation) -> Gain | None:
@@ -182,7 +183,8 @@ def _operation_gain(tape: Tape, player: Player, operation: Operation) -> Gain | 
 def _rms(value: torch.Tensor) -> float:
     if not value.is_floating_point() or value.numel() == 0:
         return 0.0
-    size = float(torch.linalg.vector_norm(value, dtype=torch.float64)) / math.sqrt(value.numel())
+    entries = value.coalesce().values() if value.is_sparse else value
+    size = float(torch.linalg.vector_norm(entries, dtype=torch.float64)) / math.sqrt(value.numel())
     return size if math.isfinite(size) else 0.0
 
 

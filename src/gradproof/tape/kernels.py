@@ -1,4 +1,4 @@
-"""Triton kernels launched during a recorded step: the dispatcher does not see them, their launcher does."""
+"""Kernels that the dispatcher does not see in a recorded step: Triton's launches, and memory lent by its address."""
 
 from __future__ import annotations
 
@@ -33,10 +33,36 @@ def watched_kernels(state: State) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def watched_addresses(state: State) -> Iterator[None]:
+    """Notes whose memory is handed to code outside PyTorch by its address, as ctypes does."""
+    own = torch.Tensor.data_ptr
+
+    def lend(tensor: torch.Tensor) -> None:
+        number = _fingerprints([tensor])[0]
+        state.lent.append((tensor, number))
+
+    @wraps(own)
+    def watched(self: torch.Tensor) -> int:
+        seen = not (state.idle or state.paused or state.tape.broken) and torch._C._len_torch_dispatch_stack()
+        seen = seen and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        if seen and not any(tensor is self for tensor, _ in state.lent):
+            state.guarded(lend, self)
+        return own(self)
+
+    torch.Tensor.data_ptr = watched  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data_ptr  # its base class has the real one
+
+
 def _watched_launch(state: State, run: Callable) -> Callable:
     @wraps(run)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
+        if state.idle or state.tape.broken or not torch._C._len_torch_dispatch_stack():
+            return run(self, *args, **kwargs)  # a measurement of ours: the tape's mode is away meanwhile
+        tensors = tensors_in((args, kwargs))
         outer, state.paused = state.paused, True  # what we look at is no part of the step
         before = state.guarded(_fingerprints, tensors)
         for tensor in tensors if state.optimizer_depth else ():
@@ -54,4 +80,5 @@ def _watched_launch(state: State, run: Callable) -> Callable:
 
 
 def _fingerprints(tensors: list[torch.Tensor]) -> list[float | None]:
-    return [None if (number := fingerprint([tensor])) is None else float(number) for tensor in tensors]
+    numbers = [fingerprint([tensor.detach()]) for tensor in tensors]
+    return [None if number is None else float(number) for number in numbers]

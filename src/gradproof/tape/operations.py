@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradproof.tape.operators import DROPS_INSIDE
+from gradproof.tape.tensors import nbytes
+
 
 class Line(NamedTuple):
     file: str
@@ -44,6 +47,11 @@ class Slot:
     name: str = ""
     followed: bool = False  # an autograd node made it
 
+    @property
+    def is_sparse(self) -> bool:
+        """It has no memory that could be viewed; made dense, a graph may not fit."""
+        return self.storage < 0
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.name or f'slot {self.index}'} {dtype}{list(self.shape)}"
@@ -68,6 +76,7 @@ class Operation:
     # what cannot be computed again: random results, those of foreign kernels; of a fused attention with dropout, the
     # state of the generator
     frozen: tuple | None = None
+    kept: tuple | None = None  # results of an operator from outside PyTorch, for where it is not installed
     fingerprint: int | None = None  # place in Tape.fingerprints
 
     @property
@@ -127,10 +136,7 @@ class FunctionCall:
 
     @property
     def backward_line(self) -> Line:
-        code = getattr(getattr(self.cls, "backward", None), "__code__", None)
-        if code is None:
-            return self.line or Line("?", 0, "backward")
-        return Line(code.co_filename, line_of_def(code), "backward")
+        return line_of_backward(self.cls) or self.line or Line("?", 0, "backward")
 
     @property
     def inputs(self) -> list[int]:
@@ -177,7 +183,7 @@ class OneArray:
     count: int
     of: int
     changed: int  # of them, those that held something else when an operation of the step first read them
-    member: weakref.ref[torch.Tensor]
+    member: weakref.ref[torch.Tensor] | None  # None in a specimen
     content: int
 
 
@@ -200,9 +206,16 @@ class Tape:
     fingerprints: torch.Tensor | list = field(default_factory=list)
     never_written: dict[int, str] = field(default_factory=dict)  # operation -> what it read
     one_arrays: dict[int, OneArray] = field(default_factory=dict)  # operation -> what it puts together
-    compiled: bool = False
+    compiled: bool = False  # modules ran as compiled code; the tape holds their eager twins
+    drawn_apart: bool = False  # and those drew random numbers that the compiled code did not
     scaled: set[int] = field(default_factory=set)  # operations in which a GradScaler scaled a loss
+    older: set[int] = field(
+        default_factory=set
+    )  # backward calls that walk through nodes made before the tape
     broken: str = ""  # why recording stopped early
+    in_place: bool = field(
+        default=False, compare=False
+    )  # whether its tensors are on the devices of their slots
 
     @cached_property
     def last_write(self) -> dict[int, int]:
@@ -237,8 +250,30 @@ class Tape:
     def loss_slots(self) -> list[int]:
         return [slot for call in self.top_backwards if call.accumulates for slot in call.roots]
 
+    def put_in_place(self) -> None:
+        """What recording has put aside in the host's memory goes to the devices that its slots name: for a replay."""
+        if self.in_place:
+            return
+        self.in_place = True
+        for memory in self.memories:
+            slot = next(iter(memory.views), None)
+            if slot is not None:
+                memory.flat = memory.flat.to(self.slots[slot].device)
+        for slot, tensor in self.loose.items():
+            self.loose[slot] = tensor.to(self.slots[slot].device)
+        for operation in self.operations:
+            made = [*operation.makes, *operation.writes]
+            device = self.slots[made[0]].device if made else torch.device("cpu")
+            if operation.frozen and operation.name not in DROPS_INSIDE:  # those keep a generator's state
+                operation.frozen = tuple(
+                    f.to(device) if isinstance(f, torch.Tensor) else f for f in operation.frozen
+                )
+            if operation.kept:
+                operation.kept = tuple(k.to(device) for k in operation.kept)
+
     def leaf_value(self, slot: int) -> torch.Tensor:
         """What a leaf held before the step."""
+        self.put_in_place()
         if slot in self.loose:
             return self.loose[slot]
         memory = self.memory_of[slot]
@@ -248,8 +283,9 @@ class Tape:
         """Bytes the tape holds: leaves, random results."""
         tensors = [memory.flat for memory in self.memories] + list(self.loose.values())
         for operation in self.operations:
-            tensors += [value for value in operation.frozen or () if isinstance(value, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            kept = (*(operation.frozen or ()), *(operation.kept or ()))
+            tensors += [value for value in kept if isinstance(value, torch.Tensor)]
+        return sum(map(nbytes, tensors))
 
     def place(self, operation: Operation) -> str:
         """Module path and source line of an operation, or of the forward it belongs to."""
@@ -282,6 +318,14 @@ def replace_references(tree: Any, value: Callable[[Ref], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: replace_references(part, value) for key, part in tree.items()}
     return tree
+
+
+def line_of_backward(cls: Any) -> Line | None:
+    """Where the backward of a hand-written Function is written; one of another process knows it already."""
+    code = getattr(getattr(cls, "backward", None), "__code__", None)
+    if code is None:
+        return getattr(cls, "backward_line", None)
+    return Line(code.co_filename, line_of_def(code), "backward")
 
 
 def line_of_def(code: CodeType) -> int:

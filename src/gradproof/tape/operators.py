@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,7 @@ DROPS_INSIDE = FUSED_ATTENTION | {"_flash_attention_forward", "_efficient_attent
 OWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
 
 
+@cache
 def name_of(func: Callable) -> str:
     packet = getattr(func, "overloadpacket", func)
     return getattr(packet, "__name__", str(packet))
@@ -69,6 +71,43 @@ def _is_seeded(func: Callable) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
+@cache
+def _is_given_its_seed(func: Callable) -> bool:
+    return any(declared.name == "philox_seed" for declared in func._schema.arguments)  # type: ignore[attr-defined]
+
+
+class Traits(NamedTuple):
+    """What the tape asks about an operator at each of its calls, found once."""
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    views: bool
+    fresh: bool  # makes memory and leaves it as it is
+    reads_values: bool
+    collective: bool
+    foreign: bool
+    seeded: bool
+    drops_inside: bool
+    profiles: bool
+
+
+@cache
+def traits_of(func: Callable) -> Traits:
+    name = name_of(func)
+    return Traits(
+        name,
+        written_arguments(func),
+        is_view(func),
+        name in FRESH,
+        name not in READS_NO_VALUES and not is_view(func),
+        is_collective(func),
+        has_own_backward(func),
+        _is_seeded(func),
+        name in DROPS_INSIDE,
+        getattr(func, "namespace", "") == "profiler",
+    )
+
+
 def argument(func: Callable, args: tuple, kwargs: dict, name: str, default: object = None) -> object:
     """An argument by its name in the schema, however it was passed."""
     if name in kwargs:
@@ -81,16 +120,25 @@ def argument(func: Callable, args: tuple, kwargs: dict, name: str, default: obje
     return default
 
 
+RRELU = ("rrelu_with_noise", "rrelu_with_noise_")
+
+
 def is_random(func: Callable, args: tuple, kwargs: dict) -> bool:
     """True when the result depends on the random generator."""
     if not _is_seeded(func):
+        return False
+    if _is_given_its_seed(func):  # the backward of a fused attention draws nothing itself
         return False
     if name_of(func) in DROPS_INSIDE:
         return bool(argument(func, args, kwargs, "dropout_p", 0.0))
     if name_of(func) in ("_cudnn_rnn", "miopen_rnn", "_fused_rms_norm"):
         return False
+    if name_of(func) in RRELU:  # in evaluation it is a leaky ReLU, and its noise stays as it was
+        return bool(argument(func, args, kwargs, "training", False))
     if name_of(func) == "native_dropout":
-        return argument(func, args, kwargs, "train", True) is not False
+        return argument(func, args, kwargs, "train", True) is not False and bool(
+            argument(func, args, kwargs, "p", 0.5)
+        )
     return True
 
 

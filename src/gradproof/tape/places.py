@@ -21,6 +21,15 @@ _HIDDEN = (
 )
 
 
+_kinds: dict[str, str] = {}  # file name -> whose it is
+
+
+def _kind_of(file: str) -> str:
+    if not file.startswith(_HIDDEN):
+        return "theirs"
+    return "scaler" if file.endswith("grad_scaler.py") else "hidden"
+
+
 def user_line(outermost: CodeType | None = None) -> tuple[Line | None, bool]:
     """(line, was it called through a GradScaler?); frames from `outermost` on outwards do not count."""
     frame = sys._getframe(1)
@@ -29,8 +38,11 @@ def user_line(outermost: CodeType | None = None) -> tuple[Line | None, bool]:
         code = frame.f_code
         if outermost is not None and code is outermost:
             return None, False
-        if not code.co_filename.startswith(_HIDDEN):
+        kind = _kinds.get(code.co_filename)
+        if kind is None:
+            kind = _kinds[code.co_filename] = _kind_of(code.co_filename)
+        if kind == "theirs":
             return Line(code.co_filename, frame.f_lineno, code.co_name), scaled
-        scaled = scaled or code.co_filename.endswith("grad_scaler.py")
+        scaled = scaled or kind == "scaler"
         frame = frame.f_back  # type: ignore[assignment]
     return None, False

@@ -73,6 +73,7 @@ class Player:
         replace: Mapping[int, Callable] | None = None,
         open_functions: bool = True,
     ) -> None:
+        tape.put_in_place()
         self.tape, self.dtype, self.fresh, self.autograd = tape, dtype, fresh, autograd
         self.follow_cuts = follow_cuts
         self.env: dict[int, torch.Tensor] = {}
@@ -147,7 +148,8 @@ class Player:
         dies = self._last_uses(operations, keep_for)
         calls = {call.first: call for call in self.tape.top_backwards}
         pending = sorted(calls)
-        compare = self.dtype is None and not self.overrides and not self.replace
+        plain = self.dtype is None and not self.overrides and not self.replace
+        compare = plain and not self.tape.compiled  # whose results are those of other code
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the step has said them once
@@ -215,6 +217,8 @@ class Player:
         try:
             with torch.set_grad_enabled(followed):
                 result, note = self._run(operation)
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the operation
         except (CannotReplay, RuntimeError, TypeError, NotImplementedError, IndexError, ValueError) as error:
             self.replay.notes[operation.index] = f"{operation.name} could not be replayed: {_first(error)}"
             for slot in (*operation.makes, *operation.writes):
@@ -240,10 +244,20 @@ class Player:
                 self.value(slot).copy_(frozen)
             return None, ""
         if is_collective(operation.func) and operation.frozen is None:
-            return _without_others(operation), ""
+            return self._without_others(operation), ""
         if operation.func is alias:
             return alias(self.argument(operation)(operation.args[0]), *operation.args[1:]), ""
         return execute(operation, self.argument(operation), self.tape.slots, self.dtype, self.fresh)
+
+    def _without_others(self, operation: Operation) -> Any:
+        """A collective is never run again: what it brought is read from the tape where it is used."""
+        if not isinstance(operation.results, Ref):
+            return None
+        made = self.tape.slots[operation.results.slot]
+        for slot in operation.reads:
+            if self.tape.slots[slot].storage == made.storage and self.tape.slots[slot].shape == made.shape:
+                return self.value(slot)
+        return converted(torch.zeros(made.shape, dtype=made.dtype, device=made.device), self.dtype)
 
     def _store(self, results: Any, values: Any, operation: Operation) -> None:
         if isinstance(results, Ref):
@@ -298,13 +312,11 @@ class Player:
         then = float(self.tape.fingerprints[operation.fingerprint])
         if float(now) == then or (now != now and then != then):
             return
-        if all(self.tape.slots[slot].device.type == "cpu" for slot in made) or self._differs(
-            made, float(now), then
-        ):
+        if self._differs(made, float(now), then):
             self.replay.departs_at = operation.index
 
     def _differs(self, made: list[int], now: float, then: float) -> bool:
-        """On a GPU sums run in any order: a difference counts when it is large against what was summed."""
+        """On a GPU, and elsewhere, sums run in another order: a difference counts when it is large."""
         sizes = [
             float(self.env[s].abs().sum()) for s in made if s in self.env and self.env[s].is_floating_point()
         ]
@@ -320,6 +332,8 @@ class Player:
                 self.replay.losses += [root.detach().clone() for root in roots]
             if self.autograd:
                 self._differentiate(call, roots)
+        except torch.OutOfMemoryError:
+            raise
         except (CannotReplay, RuntimeError) as error:
             self.replay.notes[call.first] = f"backward call could not be replayed: {_first(error)}"
 
@@ -377,14 +391,6 @@ def _looked_at(tape: Tape) -> Iterator[tuple[int, int]]:
     for function in tape.functions:
         for at, gradients_in, gradients_out, _ in function.backwards:
             yield from ((at, slot) for slot in (*gradients_in, *gradients_out) if slot is not None)
-
-
-def _without_others(operation: Operation) -> Any:
-    """A collective is never run again: what it brought is read from the tape where it is used."""
-    if isinstance(operation.results, Ref):
-        slot = operation.results.slot
-        raise CannotReplay(f"{operation.name} talks to other processes (slot {slot})")
-    return None
 
 
 def _first(error: Exception) -> str:

@@ -87,3 +87,29 @@ def _depends_on_parameters(tape: Tape) -> set[int]:
         if operation.in_backward is None and not found.isdisjoint(operation.reads):
             found.update((*operation.makes, *operation.writes))
     return found
+
+
+def find_unknown_parameters(tape: Tape, known: set[str]) -> dict[str, str]:
+    """Parameters on the tape that a module reads, that got a gradient, and that no model lists: name -> place."""
+    got = {slot for call in tape.backwards for _, slot, _ in call.contributions}
+    wanted = {
+        slot.index: slot.name
+        for slot in tape.parameters
+        if slot.index in got and slot.index not in tape.stepped and slot.name not in known
+    }
+    found: dict[str, str] = {}
+    for operation in tape.operations if wanted else ():
+        if operation.phase == "forward":
+            for slot in wanted.keys() & set(operation.reads):
+                name = wanted.pop(slot)
+                if operation.module:
+                    found[name] = operation.module
+    return found
+
+
+def reaches_unread(tape: Tape, known: set[str]) -> bool:
+    """Whether a gradient reached a leaf of no known name that no operation of the step reads."""
+    calls = [call for call in tape.backwards if call.accumulates]
+    got = {slot for call in calls for _, slot, _ in call.contributions if tape.slots[slot].name not in known}
+    forward = (op for op in tape.operations if op.phase == "forward" and op.in_backward is None)
+    return bool(got) and bool(got.difference(*(op.reads for op in forward)))

@@ -8,7 +8,8 @@ answer.culprits[0]    # else: the backward that is wrong, by class, module and l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,10 +18,18 @@ from gradproof.tape.audit import Audit, Auditor
 from gradproof.tape.culprits import Culprit, wrong_functions, wrong_nodes
 from gradproof.tape.cuts import Cut, find_cuts
 from gradproof.tape.locate import find_never_written
+from gradproof.tape.nodes import NodeReport, begins_before, check_nodes
 from gradproof.tape.operations import Slot, Tape, references
 from gradproof.tape.pattern import cosine, describe_difference, wide
 from gradproof.tape.player import Replay
 from gradproof.tape.replay import collect, differentiate, real_contributions, replay_exactly
+
+NOTHING_ARRIVES = "no gradient arrives"
+NOTHING_TO_COMPARE = "the float64 replay brings no gradient to it"
+COARSE = 0.05  # of a gradient: where rounding may take more, the nodes are asked one by one
+CHAOTIC = 0.5  # of a gradient: where it may take more than this, the whole says nothing
+NOTHING = 1e-9  # of what was summed in float64: what is left is rounding
+FINE = 1e-4  # a step whose roundings add up to less can tell zero from small by itself
 
 
 @dataclass(frozen=True)
@@ -33,8 +42,9 @@ class ParameterGradient:
     tolerance: float
     cosine: float
     size: float  # |truth|, with the loss scale taken out
-    verdict: str  # right, wrong, zero in truth, no gradient, not finite
+    verdict: str  # right, wrong, zero in truth, no gradient, not finite, undecided
     pattern: str = ""
+    by_nodes: bool = False  # decided node by node: the step as a whole rounds too much to be compared
 
     @property
     def right(self) -> bool:
@@ -43,6 +53,8 @@ class ParameterGradient:
     def __str__(self) -> str:
         if self.verdict == "zero in truth":
             return f"{self.name}: zero in truth, what is there is rounding"
+        if self.by_nodes:
+            return f"{self.name}: {self.verdict}, node by node"
         text = f"{self.name}: {self.verdict}, {self.error:.1e} off, {self.tolerance:.1e} allowed"
         return f"{text}: {self.pattern}" if self.pattern else text
 
@@ -62,6 +74,10 @@ class Shadow:
     cuts: tuple[Cut, ...]
     accumulation: tuple[Accumulation, ...]
     notes: tuple[str, ...]  # what could not be replayed as recorded; every conclusion above leans on it
+    nodes: NodeReport | None = None  # where the gradients as a whole did not decide
+    departed: bool = (
+        False  # the replay did not make what was recorded: what is said of it is said of another step
+    )
 
     @property
     def right(self) -> bool:
@@ -70,13 +86,17 @@ class Shadow:
 
     @property
     def worst(self) -> ParameterGradient | None:
-        judged = [p for p in self.parameters if p.verdict in ("right", "wrong", "not finite")]
+        judged = [
+            p for p in self.parameters if p.verdict in ("right", "wrong", "not finite") and not p.by_nodes
+        ]
         return max(judged, key=lambda p: p.error, default=None)
 
     @property
     def error(self) -> float:
         """|got − truth| / |truth| over all parameters together."""
-        judged = [p for p in self.parameters if p.verdict in ("right", "wrong", "not finite")]
+        judged = [
+            p for p in self.parameters if p.verdict in ("right", "wrong", "not finite") and not p.by_nodes
+        ]
         size = math.sqrt(sum(p.size**2 for p in judged))
         return math.sqrt(sum((p.error * p.size) ** 2 for p in judged)) / size if size > 0 else 0.0
 
@@ -89,16 +109,23 @@ class Shadow:
                 f"worst {worst.name}, {worst.error:.0e} off ({worst.tolerance:.0e} allowed)\n"
                 f"loss {self.loss:.8g}, in float64 {self.true_loss:.8g}"
             )
+        elif self.right and self.nodes is not None and self.nodes.right:
+            head = "the loss gradient is correct, though not comparable as a whole"
         elif self.right:
             head = "no parameter received a gradient"
         else:
             wrong = [p for p in self.parameters if not p.right and p.verdict != "no gradient"]
-            head = (
-                "\n".join(map(str, self.culprits)) or "the gradient is wrong, and no single place explains it"
+            known = any(p.verdict != "undecided" for p in wrong)
+            head = "\n".join(map(str, self.culprits)) or (
+                "the gradient is wrong, and no single place explains it"
+                if known
+                else "the gradient cannot be judged in this precision"
             )
-            head += f"\n{len(wrong)} of {len(self.parameters)} parameters have a wrong gradient"
+            word = "wrong" if known or self.culprits else "undecided"
+            head += f"\n{len(wrong)} of {len(self.parameters)} parameters have a gradient that is {word}"
             head += "".join(f"\n  {p}" for p in sorted(wrong, key=lambda p: -p.error)[:5])
-        parts = [head, *map(str, self.cuts), *map(str, self.accumulation)]
+        nodes = [f"node by node: {self.nodes}"] if self.nodes is not None else []
+        parts = [head, *nodes, *map(str, self.cuts), *map(str, self.accumulation)]
         parts += [
             f"not the derivative, perhaps on purpose: {a.call.cls.__name__}: {a.surrogate}"
             for a in self.surrogates
@@ -124,14 +151,19 @@ def shadow(tape: Tape) -> Shadow:
         culprits = [
             culprit for culprit in culprits if culprit.what != never.what or culprit.module != never.module
         ]
-        culprits.insert(
-            0, Culprit("memory never written", never.what, never.module, never.line, math.inf, never.text)
-        )
+        culprits.insert(0, _never_written(never))
     surrogates = [a for a in real.auditor.audits if a.surrogate]
+    nodes = None
     if surrogates and not culprits:
         parameters = {slot: _excused(p) for slot, p in parameters.items()}
-    elif not culprits and any(p.verdict == "wrong" for p in parameters.values()):
-        culprits += wrong_nodes(tape)
+    elif not culprits and any(_is_doubtful(p) for p in parameters.values()):
+        nodes = check_nodes(tape)
+        culprits += wrong_nodes(tape, nodes)
+        judged = not any(a.disputed for a in real.auditor.audits) and not real.auditor.notes
+        parameters = {
+            slot: _by_nodes(p, nodes, judged, nodes.sizes.get(slot, 0.0) / scale, _walk(tape))
+            for slot, p in parameters.items()
+        }
     loss = float(real.exact.losses[0].double().sum()) / scale if real.exact.losses else math.nan
     true_loss = float(truth.losses[0].double().sum()) / scale if truth.losses else math.nan
     return Shadow(
@@ -144,7 +176,44 @@ def shadow(tape: Tape) -> Shadow:
         tuple(find_cuts(tape, missing)),
         tuple(judge_accumulation(tape, real.gradients, real.final)),
         tuple(_notes(tape, real.exact, truth, real.auditor.notes)),
+        nodes,
+        real.exact.departs_at is not None and never is None,
     )
+
+
+def _never_written(never: Any) -> Culprit:
+    seen = ("a replay in which fresh memory is NaN", "one in which it is zero")
+    return Culprit(
+        "memory never written", never.what, never.module, never.line, math.inf, never.text, witnesses=seen
+    )
+
+
+def _is_doubtful(parameter: ParameterGradient) -> bool:
+    """Wrong as it stands, or with so much room for rounding that a mistake would fit in."""
+    return parameter.verdict in ("wrong", "undecided") or (
+        parameter.verdict == "right" and parameter.tolerance > COARSE
+    )
+
+
+def _by_nodes(
+    parameter: ParameterGradient, nodes: NodeReport, judged: bool, summed: float, walk: float
+) -> ParameterGradient:
+    """The verdict on a parameter once every node has been asked.
+
+    `summed` is the size of what was added up into its gradient: where float64 leaves nothing of it, `walk` of it is
+    what rounding leaves in the step's own precision.
+    """
+    if not _is_doubtful(parameter) or parameter.pattern == NOTHING_ARRIVES or nodes.wrong:
+        return parameter
+    compared = parameter.pattern != NOTHING_TO_COMPARE
+    there = parameter.size * (1 + parameter.error) if parameter.size > 0 else parameter.error
+    if compared and parameter.size <= NOTHING * summed and there <= 8 * walk * summed:
+        return replace(parameter, verdict="zero in truth", pattern="", by_nodes=True)
+    if parameter.verdict != "right" and nodes.right and judged:
+        return replace(parameter, verdict="right", pattern="", by_nodes=True)
+    if parameter.verdict == "wrong" and parameter.tolerance > COARSE:
+        return replace(parameter, verdict="undecided")
+    return parameter
 
 
 @dataclass
@@ -193,16 +262,18 @@ def _loss_scale(scaled: tuple[int, int] | None, exact: Replay) -> float:
 def _judge_parameters(
     tape: Tape, real: dict, truth: Replay, own: Replay, scale: float
 ) -> dict[int, ParameterGradient]:
-    depth = math.sqrt(max(1, sum(op.in_backward is None for op in tape.operations)))
-    eps = _coarsest(tape)
+    walk = _walk(tape)
     judged: dict[int, ParameterGradient] = {}
-    reached = {slot for calls in (*truth.per_call.values(), *real.values()) for slot in calls}
-    wanted = reached | _followed_leaves(tape)
-    slots = [slot for slot in tape.parameters if slot.index in wanted]
-    for slot in slots:
+    # what only reads a parameter before the tape began cannot be judged from it
+    wanted = {slot for call in truth.per_call.values() for slot in call} | _followed_leaves(tape)
+    early = any(begins_before(tape, call) for call in tape.top_backwards)
+    for slot in (slot for slot in tape.parameters if slot.index in wanted):
         got = _total(real, slot.index)
         right, mine = truth.gradients.get(slot.index), own.gradients.get(slot.index)
-        judged[slot.index] = _judge_one(slot, got, right, mine, eps * depth, scale)
+        found = _judge_one(slot, got, right, mine, walk, scale)
+        if early and found.verdict == "wrong":
+            found = replace(found, verdict="undecided", pattern="part of its graph is older than the tape")
+        judged[slot.index] = found
     return judged
 
 
@@ -211,30 +282,37 @@ def _judge_one(
     got: torch.Tensor | None,
     right: torch.Tensor | None,
     mine: torch.Tensor | None,
-    eps: float,
+    walk: float,
     scale: float,
 ) -> ParameterGradient:
     if got is None:
         size = 0.0 if right is None else float(torch.linalg.vector_norm(right))
         verdict = "no gradient" if size == 0 else "wrong"
         return ParameterGradient(
-            slot.name, 1.0, 0.0, 0.0, 0.0, size / scale, verdict, "" if size == 0 else "no gradient arrives"
+            slot.name, 1.0, 0.0, 0.0, 0.0, size / scale, verdict, "" if size == 0 else NOTHING_ARRIVES
         )
-    if right is None:
-        right = torch.zeros_like(got)
+    if right is None or not bool(torch.isfinite(right).all()):
+        # the float64 replay has nothing to compare with; a gradient of exact zeros needs nothing
+        verdict = "undecided" if bool(got.any()) else "zero in truth"
+        verdict = verdict if bool(torch.isfinite(got).all()) else "not finite"
+        text = NOTHING_TO_COMPARE
+        there = float(torch.linalg.vector_norm(wide(got))) / scale
+        return ParameterGradient(slot.name, there, 0.0, math.inf, 0.0, 0.0, verdict, text)
     right = wide(right)
     size = float(torch.linalg.vector_norm(right))
     noise = float(torch.linalg.vector_norm((right if mine is None else wide(mine)) - right))
-    # relative error allowed: eight times the measured rounding, at least what the depth of the step explains
-    floor = max(8 * noise, eps * size, 1e-5 * size)
+    # eight times the measured rounding, and at least the random walk of one rounding an operation
+    floor = max(8 * noise, walk * size, 1e-5 * size)
     distance = float(torch.linalg.vector_norm(wide(got) - right))
     error, tolerance = (distance / size, floor / size) if size > 0 else (distance, floor)
     if not math.isfinite(distance):
         verdict = "not finite"
-    elif distance <= floor:
-        verdict = "zero in truth" if size <= 4 * noise or size == 0 else "right"
+    elif distance > floor:
+        verdict = "wrong" if size > 0 and tolerance <= CHAOTIC else "undecided"
+    elif size == 0 or size <= 4 * noise:
+        verdict = "zero in truth" if size <= 4 * noise and walk <= FINE else "undecided"
     else:
-        verdict = "wrong"
+        verdict = "right" if tolerance <= CHAOTIC else "undecided"
     pattern = describe_difference(got, right, tolerance) if verdict == "wrong" else ""
     relative_noise = noise / size if size > 0 else noise
     angle = cosine(got, right) if size > 0 and math.isfinite(distance) else 0.0
@@ -245,7 +323,7 @@ def _judge_one(
 
 def _excused(parameter: ParameterGradient) -> ParameterGradient:
     """Behind a straight-through estimator the step is not meant to follow the derivative."""
-    if parameter.verdict != "wrong":
+    if parameter.verdict not in ("wrong", "undecided"):
         return parameter
     values = {**parameter.__dict__, "verdict": "right", "pattern": "a surrogate gradient, not the derivative"}
     return ParameterGradient(**{**values, "tolerance": max(parameter.tolerance, parameter.error)})
@@ -257,9 +335,16 @@ def _total(real: dict[int, dict[int, torch.Tensor]], slot: int) -> torch.Tensor 
 
 
 def _followed_leaves(tape: Tape) -> set[int]:
-    """Leaves that autograd was following when they were read."""
-    forward = (operation for operation in tape.operations if operation.in_backward is None)
-    return {ref.slot for op in forward for ref in references((op.args, op.kwargs)) if ref.tracked}
+    """Leaves that ask for a gradient and were read by a forward."""
+    forward = (op for op in tape.operations if op.in_backward is None and op.phase == "forward")
+    read = (references((op.args, op.kwargs)) for op in forward)
+    given = (references(call.args) for call in tape.functions)
+    return {ref.slot for refs in (*read, *given) for ref in refs if ref.tracked}
+
+
+def _walk(tape: Tape) -> float:
+    """How far one rounding an operation may take a number, relative to it: they add up like a random walk."""
+    return _coarsest(tape) * math.sqrt(max(1, sum(op.in_backward is None for op in tape.operations)))
 
 
 def _coarsest(tape: Tape) -> float:

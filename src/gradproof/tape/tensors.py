@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+# what a content is summed up in
+_SUMMED = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.int64: torch.int64,
+    torch.bool: torch.int64,
+}
 
 
 def alias(source: torch.Tensor, size: tuple, stride: tuple, offset: int) -> torch.Tensor:
@@ -20,28 +28,33 @@ def load(target: torch.Tensor) -> None:
     """Memory that something outside PyTorch's operators has written; the value is kept with the operation."""
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors of a tree of tuples, lists and dictionaries."""
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, (tuple, list)):
         for part in tree:
-            yield from tensors_in(part)
+            _collect(part, found)
     elif isinstance(tree, dict):
         for part in tree.values():
-            yield from tensors_in(part)
+            _collect(part, found)
 
 
-def map_tensors(tree: Any, function: Callable, other: Callable = lambda value: value) -> Any:
+def map_tensors(tree: Any, function: Callable, other: Callable | None = None) -> Any:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (tuple, list)):
-        return (tuple if isinstance(tree, tuple) else list)(
-            map_tensors(part, function, other) for part in tree
-        )
+        parts = [map_tensors(part, function, other) for part in tree]
+        return tuple(parts) if isinstance(tree, tuple) else parts
     if isinstance(tree, dict):
         return {key: map_tensors(part, function, other) for key, part in tree.items()}
-    return other(tree)
+    return tree if other is None else other(tree)
 
 
 def plain(value: Any) -> Any:
@@ -58,10 +71,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor takes; of a sparse one, what it stores."""
+    if tensor.layout == torch.sparse_coo:
+        return nbytes(tensor._indices()) + nbytes(tensor._values())
+    if tensor.layout != torch.strided:
+        return 2 * nbytes(tensor.values())
     return tensor.numel() * tensor.element_size()
 
 
 def geometry_of(tensor: torch.Tensor) -> tuple:
+    if tensor.layout != torch.strided:
+        return tuple(tensor.shape), (), 0
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
 
 
@@ -80,29 +100,33 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     """
     if any(t.is_floating_point() for t in tensors):
         tensors = [t for t in tensors if t.is_floating_point()]
-    sums = [_sum(t) for t in tensors if t.layout == torch.strided and t.numel() > 0 and t.dtype in _SUMMED]
-    return sum(sums[1:], sums[0]) if sums else None
+    sums = [
+        t.sum(dtype=_SUMMED[t.dtype])
+        for t in tensors
+        if t.layout == torch.strided and t.dtype in _SUMMED and t.numel() > 0
+    ]
+    if len(sums) < 2:
+        return sums[0] if sums else None
+    if len({total.device for total in sums}) > 1:
+        sums = [total.cpu() for total in sums]
+    return torch.stack(sums).sum(dtype=torch.float64)
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    low = tensor.dtype in (torch.float16, torch.bfloat16)
-    return (tensor.sum(dtype=torch.float32) if low else tensor.sum()).double()
-
-
-def on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
-    """Numbers from any devices as one tensor on the CPU, with one copy from each."""
-    by_device: dict[torch.device, list[int]] = {}
+def numbers_on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers of any kind from any devices as one tensor on the CPU, with one copy from each."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, number in enumerate(numbers):
-        by_device.setdefault(number.device, []).append(place)
-    found = torch.empty(len(numbers), dtype=torch.float64)
-    for places in by_device.values():
-        found[places] = torch.stack([numbers[place] for place in places]).cpu()
+        alike.setdefault((number.device, number.dtype), []).append(place)
+    found = torch.empty(len(numbers), dtype=torch.float64, device="cpu")
+    for places in alike.values():
+        found[places] = torch.stack([numbers[place] for place in places]).cpu().double()
     return found
 
 
 def freeze(name: str, values: list[torch.Tensor]) -> tuple:
+    """What a random operator drew, as short as it can be said."""
     if name == "native_dropout":
-        return (None, values[1].clone())
+        return (None, values[1])
     if name.startswith("bernoulli"):
         return tuple(value.bool() for value in values)  # one byte instead of four
-    return tuple(value.detach().clone() for value in values)
+    return tuple(values)

@@ -15,9 +15,10 @@ import torch
 
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import BackwardCall, Operation, Ref, Tape
-from gradproof.tape.operators import FRESH
+from gradproof.tape.operators import FRESH, is_collective
 from gradproof.tape.player import Player
 from gradproof.tape.replay import real_contributions, replay_exactly
+from gradproof.tape.tensors import load
 
 SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
@@ -46,6 +47,9 @@ class Trace:
     gradients: list[tuple[str, Bad]] = field(default_factory=list)
     parameters: list[tuple[str, Bad]] = field(default_factory=list)
     before_write: dict[int, tuple[bool, Bad | None]] = field(default_factory=dict)
+    sent: dict[int, tuple[Bad, ...]] = field(
+        default_factory=dict
+    )  # memory -> what a collective was given for it
 
     def look_before(self, player: Player, operation: Operation) -> None:
         self.before_write = {}
@@ -55,6 +59,11 @@ class Trace:
                     self.before_write[slot] = (_is_bad(player.value(slot)), self.find(slot, player))
             except CannotReplay:
                 continue
+        if is_collective(operation.func):
+            given = self.parents(player, operation, -1)
+            given += tuple(b for s in operation.reads for b in self.sent.get(self.tape.slots[s].storage, ()))
+            for slot in (*operation.makes, *operation.writes):
+                self.sent[self.tape.slots[slot].storage] = given
 
     def look_after(self, player: Player, operation: Operation) -> None:
         made = list(dict.fromkeys((*operation.makes, *operation.writes)))
@@ -98,6 +107,8 @@ class Trace:
                 origin = self.find(read, player)
                 if origin is not None:
                     found.append(origin)
+        if operation.func is load:
+            found += self.sent.get(self.tape.slots[slot].storage, ())
         return tuple(found)
 
     def find(self, slot: int, player: Player) -> Bad | None:
@@ -156,6 +167,18 @@ def follow(tape: Tape, fresh: float) -> Trace:
     keep = {*(slot.index for slot in tape.parameters), *final_outputs(tape)}
     replay_exactly(tape, fresh=fresh, at=looks, before=trace.look_before, after=trace.look_after, keep=keep)
     return trace
+
+
+def came_from_others(tape: Tape, index: int) -> bool:
+    """Whether an operation reads what a collective has brought from another process."""
+    if tape.operations[index].func is not load:
+        return False
+    storages = {tape.slots[slot].storage for slot in tape.operations[index].writes}
+    return any(
+        is_collective(op.func)
+        and not storages.isdisjoint(tape.slots[s].storage for s in (*op.makes, *op.writes))
+        for op in tape.operations[:index]
+    )
 
 
 def _asked_for(call: BackwardCall) -> list[tuple[int, int, int]]:

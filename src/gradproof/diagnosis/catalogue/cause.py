@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Cause:
     """A family of causes. `fixes` holds advice for particular ids; `fix` is for all the others.
 
-    raised_by: symptoms that raise the suspicion; experiments: functions that decide it on a tape (where there are
-    none, the symptoms themselves are the proof); intervention: how `--verify` undoes it from outside.
+    raised_by: symptoms that raise the suspicion; intervention: how `--verify` undoes it from outside. What decides it
+    on a tape stands in the table of questions; where nothing does, the symptoms themselves are the proof.
     """
 
     family: str
@@ -19,7 +19,6 @@ class Cause:
     fix: str
     fixes: tuple[tuple[str, str], ...] = ()
     raised_by: tuple[str, ...] = ()
-    experiments: tuple[str, ...] = ()
     intervention: str = ""
 
     def advice(self, id: str) -> str:

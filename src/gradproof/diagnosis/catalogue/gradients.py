@@ -9,8 +9,7 @@ CAUSES = (
         "the first bad operation on the tape",
         "keep the operand of the named operation inside its domain: clamp what goes into log, sqrt and division "
         "(for example x.clamp_min(1e-6)), and use log_softmax or logsumexp in place of exp, sum and log",
-        raised_by=("nonfinite", "steps_skipped"),
-        experiments=("where_was_it_born",),
+        raised_by=("nonfinite", "steps_skipped", "one_rank_nonfinite"),
     ),
     Cause(
         "backward-nonfinite",
@@ -19,15 +18,20 @@ CAUSES = (
         "the derivative is infinite where the value is not: add a small constant inside the root or norm "
         "(torch.sqrt(x + 1e-12)), and make both branches of torch.where safe before choosing",
         raised_by=("nonfinite",),
-        experiments=("where_was_it_born",),
     ),
     Cause(
         "wrong-gradient",
         "a backward is not the derivative of its forward",
         "the float64 shadow of a step, then finite differences of the culprit",
         "correct the named backward and prove it: gradproof.check_gradient(function, *inputs)",
-        raised_by=("loss_not_improving",),
-        experiments=("is_the_gradient_right",),
+        (
+            (
+                "never-written",
+                "call the backward of the named layer, and let it add to the memory that the update reads; a dump of "
+                "the step (gp_dump, `gradproof check-dump`) then says whether it is right",
+            ),
+        ),
+        raised_by=("loss_not_improving", "no_layer_gradient"),
         intervention="autograd",
     ),
     Cause(
@@ -43,7 +47,6 @@ CAUSES = (
             ),
         ),
         raised_by=("stale_gradient", "zeroed_before_step"),
-        experiments=("is_the_gradient_right",),
         intervention="zero_grad",
     ),
     Cause(
@@ -52,7 +55,6 @@ CAUSES = (
         "the accumulated gradient against that of the whole batch",
         "divide each micro-batch's loss by their number, add (not assign) gradients, and step after the last one",
         raised_by=("uneven_windows", "cleared_between_backwards"),
-        experiments=("do_micro_batches_add_up", "is_a_loss_walked_again", "is_the_gradient_right"),
     ),
     Cause(
         "grad-clip-misuse",
@@ -85,7 +87,6 @@ CAUSES = (
             "clipped_always",
             "clip_of_infinity",
         ),
-        experiments=("is_the_step_too_long_or_short",),
         intervention="clip_before_step",
     ),
     Cause(
@@ -94,7 +95,6 @@ CAUSES = (
         "the replayed step has a gradient where the run has none",
         "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
         raised_by=("no_gradient", "loss_not_improving"),
-        experiments=("is_a_path_cut", "do_derivatives_carry_gradient"),
     ),
     Cause(
         "missing-stop-gradient",
@@ -102,7 +102,6 @@ CAUSES = (
         "gradient reaches parameters whose update it must not drive",
         "compute targets, teachers and baselines under torch.no_grad(), or detach them",
         raised_by=("loss_not_improving",),
-        experiments=("does_gradient_reach_what_it_must_not", "does_a_ratio_cancel"),
     ),
     Cause(
         "param-not-updated",
@@ -115,17 +114,30 @@ CAUSES = (
                 "pass these parameters to the optimizer, or set requires_grad_(False) if they are frozen on purpose",
             ),
             (
+                "left-out",
+                "let the update change these parameters, too, or set requires_grad_(False) if that is on purpose",
+            ),
+            (
                 "no-gradient",
                 "use these parameters in the forward pass, or freeze them; if they are used, look for a cut graph",
             ),
+            (
+                "no-change",
+                "look at what the update loops over (a count that is still 0, a copy of the weights, another pointer) "
+                "and at what it writes to",
+            ),
+            (
+                "steps-stopped",
+                "look at what decides whether optimizer.step() is called: a flag that stays set, a count that ends",
+            ),
         ),
-        raised_by=("not_in_optimizer", "no_gradient", "never_changed", "idle_parameters"),
-        experiments=(
-            "does_the_optimizer_do_what_was_meant",
-            "does_the_optimizer_hold_everything",
-            "is_what_was_unfrozen_trained",
-            "are_converted_parameters_trained",
-            "is_a_random_table_frozen",
+        raised_by=(
+            "not_in_optimizer",
+            "no_gradient",
+            "never_changed",
+            "idle_parameters",
+            "never_moves",
+            "steps_stopped",
         ),
         intervention="all_parameters",
     ),

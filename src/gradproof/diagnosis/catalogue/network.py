@@ -11,11 +11,14 @@ CAUSES = (
         (
             ("train-mode", "call model.eval() before validating, and model.train() before training goes on"),
             ("eval-left-on", "call model.train() at the beginning of every epoch, after each validation"),
-            ("functional-dropout", "write F.dropout(x, p, training=self.training), or use nn.Dropout"),
+            (
+                "functional-dropout",
+                "write F.dropout(x, p, training=self.training), or use nn.Dropout; of attention, dropout_p=p if "
+                "self.training else 0.0",
+            ),
             ("keep-probability", "nn.Dropout takes the share that is dropped: 0.1, where 0.9 is to be kept"),
         ),
         raised_by=("validates_in_train_mode", "dropout_always_on"),
-        experiments=("is_it_in_train_mode", "is_too_much_dropped"),
         intervention="train_mode",
     ),
     Cause(
@@ -23,13 +26,13 @@ CAUSES = (
         "a normalisation hurts",
         "variance against ε, batch size, scale factors",
         "normalise over more than one value, with ε well below the variance, and bound any rescaling",
-        raised_by=("nonfinite", "loss_not_improving"),
-        experiments=(
-            "is_rescaling_bounded",
-            "does_normalisation_help",
-            "is_ones_own_norm_over_the_batch",
-            "is_one_value_normalised",
+        (
+            (
+                "not-synchronised",
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before it is wrapped, or GroupNorm",
+            ),
         ),
+        raised_by=("nonfinite", "loss_not_improving", "small_batch_norm"),
     ),
     Cause(
         "exploding-signal",
@@ -37,10 +40,6 @@ CAUSES = (
         "the gain of each block or time step",
         "bound the gain of the named block: full residuals, normalisation, smaller initial weights, clipping",
         raised_by=("gradient_growing", "exploding_gradients", "nonfinite"),
-        experiments=(
-            "is_attention_healthy",
-            "where_does_the_signal_go",
-        ),
         intervention="clip",
     ),
     Cause(
@@ -49,20 +48,20 @@ CAUSES = (
         "the gain of each block or time step",
         "use residuals, normalisation, ReLU-like activations or gated units, and variance-keeping initial weights",
         raised_by=("vanishing_gradients", "loss_not_improving"),
-        experiments=("where_does_the_signal_go", "does_the_beginning_reach_the_end"),
     ),
     Cause(
         "bad-init",
         "the starting point is the trouble",
         "step 0: gain, symmetry, the loss against that of a guess",
         "use the layer's default initialisation, scaled so that the first loss is that of guessing",
-        raised_by=("never_changed", "loss_not_improving"),
-        experiments=(
-            "are_units_all_the_same",
-            "is_it_too_large",
-            "where_does_the_loss_start",
-            "where_do_scores_start",
+        (
+            (
+                "zeros",
+                "draw the named weights at random: of two layers that are multiplied, at most one may begin at zero",
+            ),
+            ("same-seed", "seed the generator once, before the first tensor, not before each"),
         ),
+        raised_by=("never_changed", "loss_not_improving", "stays_zero", "begins_alike"),
     ),
     Cause(
         "dead-activation",
@@ -70,6 +69,5 @@ CAUSES = (
         "the share of units without gradient, over the steps",
         "lower the learning rate, use a smaller negative bias, or LeakyReLU/GELU in place of ReLU",
         raised_by=("dead_units", "never_changed"),
-        experiments=("do_units_respond", "are_predictions_stuck"),
     ),
 )

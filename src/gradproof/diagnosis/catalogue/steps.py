@@ -9,7 +9,6 @@ CAUSES = (
         "the loss along the actual update: it falls for a small part of the step and rises at its end",
         "divide the learning rate by ten, and warm it up over the first hundred steps or so",
         raised_by=("loss_rising", "loss_oscillating", "loss_spike", "huge_updates", "nonfinite"),
-        experiments=("is_the_step_too_long_or_short", "can_it_learn_this_batch"),
         intervention="lr",
     ),
     Cause(
@@ -18,7 +17,6 @@ CAUSES = (
         "the loss along the actual update: still falling far beyond its end",
         "raise the learning rate by ten until the loss falls visibly within the first hundred steps",
         raised_by=("loss_hardly_falling", "loss_not_improving", "tiny_updates"),
-        experiments=("is_the_step_too_long_or_short",),
         intervention="lr",
     ),
     Cause(
@@ -31,15 +29,26 @@ CAUSES = (
                 "ends-at-zero",
                 "let the schedule last as long as training: count it in the unit in which scheduler.step() is called",
             ),
-            ("dies-early", "call scheduler.step() once an epoch, or give the schedule its lengths in steps"),
+            (
+                "dies-early",
+                "call scheduler.step() once an epoch, or give the schedule its lengths in steps; let it multiply the "
+                "base rate, not what is left of it",
+            ),
             ("warmup-never-ends", "let the warmup end within the first tenth of the run"),
             (
                 "multiplied",
-                "LambdaLR multiplies the optimizer's own learning rate: return a factor between 0 and 1",
+                "LambdaLR multiplies the optimizer's own learning rate: let its function return a factor, not the rate",
             ),
             ("cycles-too-fast", "give the period in the unit in which scheduler.step() is called"),
         ),
-        raised_by=("lr_zero", "dies-early", "warmup-never-ends", "multiplied", "cycles-too-fast"),
+        raised_by=(
+            "lr_zero",
+            "dies-early",
+            "warmup-never-ends",
+            "multiplied",
+            "below-base",
+            "cycles-too-fast",
+        ),
         intervention="constant_lr",
     ),
     Cause(
@@ -54,11 +63,6 @@ CAUSES = (
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
         ),
         raised_by=("optimizer_settings", "adam_epsilon"),
-        experiments=(
-            "does_the_optimizer_do_what_was_meant",
-            "how_fast_do_weights_shrink",
-            "is_the_loss_the_right_way_up",
-        ),
         intervention="eps",
     ),
     Cause(
@@ -71,16 +75,35 @@ CAUSES = (
                 "optimizer-in-half",
                 "keep the weights in float32 (model.float()) and use autocast: in float16 Adam's eps of 1e-8 is 0",
             ),
+            (
+                "lost-updates",
+                "keep the weights (and their averages) in float32, and use autocast for the computing",
+            ),
+            ("underflow", "use torch.amp.GradScaler, or bfloat16 in place of float16"),
+            (
+                "whole-numbers",
+                "keep positions, times and ids in float32 or int64, and cast what is computed from them",
+            ),
+            (
+                "phases",
+                "compute the phases in float32: with torch.autocast(device, enabled=False) around them, .float() on "
+                "what they are made of; cast their sines",
+            ),
+            (
+                "stored-phases",
+                "keep times and coordinates in float32 (or float64) from the start; cast what is made of them",
+            ),
+            (
+                "merged-rows",
+                "count positions, times and ids in float32 or int64 (torch.arange(n, dtype=torch.float32)), compute "
+                "their phases in float32 too, and cast the result",
+            ),
+            (
+                "stored-in-half",
+                "keep the column in float32 or float64 from the start: casting it back brings no digits back",
+            ),
         ),
         raised_by=("nonfinite", "steps_skipped", "never_changed"),
-        experiments=(
-            "is_it_precision",
-            "are_whole_numbers_kept",
-            "are_phases_kept",
-            "are_tables_kept_whole",
-            "have_neighbours_become_one",
-            "where_was_it_born",
-        ),
         intervention="float32",
     ),
     Cause(
@@ -95,8 +118,82 @@ CAUSES = (
             ),
             ("initial-weights", "broadcast rank 0's weights before training, or seed all ranks alike"),
             ("same-data", "give DistributedSampler this process's rank, and call set_epoch at every epoch"),
+            (
+                "set-epoch",
+                "call sampler.set_epoch(epoch) at the begin of every epoch: it draws its order by that",
+            ),
+            (
+                "parameters-outside",
+                "put every parameter that is trained into the module that is wrapped, or average its gradient as well",
+            ),
+            ("learning-rates", "let every rank make the same schedule, from the same numbers"),
+            (
+                "weights-drift",
+                "load the same checkpoint, with its optimizer state, on every rank; change weights on all or none",
+            ),
+            (
+                "bit-flip",
+                "look for a line that writes on one rank only; if there is none, test that machine's memory, and go on "
+                "from the last checkpoint before",
+            ),
+            (
+                "summed-gradients",
+                "divide by the number of ranks after all_reduce, or use ReduceOp.AVG; else lower the learning rate",
+            ),
+            ("averaged-twice", "leave out one division: DistributedDataParallel has averaged already"),
+            (
+                "different-lengths",
+                "sum the losses, and divide by the number of tokens of all ranks; or fill batches to the same length",
+            ),
+            ("mode", "call model.train() on every rank"),
+            ("dtype", "make the model in the same precision on every rank"),
+            ("code", "start every rank from the same files and the same environment"),
+            (
+                "buffers",
+                "leave broadcast_buffers on, or send rank 0's buffers to all before evaluating",
+            ),
+            (
+                "own-clip",
+                "clip the sharded parameters themselves with clip_grad_norm_: it adds up the shards' norms",
+            ),
+            (
+                "sharded-late",
+                "call fully_shard first, and make the optimizer from the parameters that it leaves",
+            ),
+            (
+                "same-random-numbers",
+                "seed the ranks apart once the model is made: torch.manual_seed(seed + rank)",
+            ),
+            ("straggler", "see what that rank does before backward: its data, its disk, its machine"),
+            ("without-no-sync", "run all but the last backward of a step under model.no_sync()"),
+            (
+                "lost-rank",
+                "see why that process ended: its own output, the kernel's log (out of memory), its machine",
+            ),
+            (
+                "hang",
+                "let every rank take the same branches, or leave together: each collective waits for all of them",
+            ),
         ),
-        raised_by=("ranks_differ", "ranks_see_the_same"),
+        raised_by=(
+            *(
+                "ranks_differ",
+                "ranks_see_the_same",
+                "sampler_stays",
+                "ranks_fed_unevenly",
+                "ranks_set_up_differently",
+            ),
+            *(
+                "ranks_add_up",
+                "ranks_clip_apart",
+                "rank_straggles",
+                "reduces_each_part",
+                "sharded_late",
+                "ranks_draw_alike",
+                "rank_lost",
+                "ranks_hang",
+            ),
+        ),
     ),
     Cause(
         "weights-state-error",
@@ -149,12 +246,6 @@ CAUSES = (
             "weights_put_back",
             "average_stays",
         ),
-        experiments=(
-            "does_the_optimizer_do_what_was_meant",
-            "does_the_average_follow",
-            "how_slow_is_the_average",
-            "is_the_average_kept",
-        ),
     ),
     Cause(
         "aliasing-or-inplace",
@@ -168,13 +259,5 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving", "stored_data_changed"),
-        experiments=(
-            "do_two_things_share_memory",
-            "are_arrays_kept_as_they_were",
-            "are_two_views_one",
-            "is_every_row_the_same",
-            "do_stored_data_drift",
-            "is_the_gradient_right",
-        ),
     ),
 )

@@ -39,7 +39,7 @@ function renderHealthTable(comparison, runs, onOpen) {
     const apart = comparison.apart_since[place];
     return row(h("button", { class: "name", onclick: () => onOpen(runs[place], place) }, label), [
       [
-        levelChip(health.worst || "good"),
+        (health.worst || health.complete) && levelChip(health.worst || "good"),
         health.title ? sentence(health.title) : "nothing found",
         health.where && [" at ", h("code", {}, health.where)],
       ],

@@ -5,7 +5,11 @@ function renderVerdict(run) {
   const grave = diagnosis.causes.filter((cause) => cause.level !== "note");
   const notes = diagnosis.causes.filter((cause) => cause.level === "note");
   return [
-    steps && grave.length ? renderCause(run, grave[0], true) : renderHealthy(run, notes.length),
+    diagnosis.counted && h("p", { class: "hint counted" }, diagnosis.counted),
+    diagnosis.stopped && renderStopped(diagnosis),
+    steps && grave.length
+      ? renderCause(run, grave[0], !diagnosis.stopped)
+      : renderHealthy(run, notes.length),
     grave.length > 1 &&
       h(
         "div",
@@ -21,7 +25,12 @@ function renderVerdict(run) {
         notes.map((cause) => renderFolded(run, cause)),
       ),
     h("div", { class: "two" }, renderAlsoSeen(diagnosis), renderExcluded(diagnosis)),
+    steps > 0 && renderAsked(diagnosis.examination),
   ];
+}
+
+function renderStopped({ stopped }) {
+  return h("article", { class: "verdict card warning" }, h("h1", {}, stopped));
 }
 
 function renderHealthy(run, notes) {
@@ -37,20 +46,15 @@ function renderHealthy(run, notes) {
       ),
     );
   }
+  const { conclusion, stopped, excluded, sure } = run.facts.diagnosis;
   return h(
     "article",
-    { class: "verdict card good" },
-    h(
-      "h1",
-      {},
-      run.facts.status.ended
-        ? "Nothing is wrong that this record could show"
-        : "Nothing is wrong so far that this record could show",
-    ),
+    { class: `verdict card ${sure ? "good" : "note"}` },
+    h(stopped ? "h3" : "h1", {}, withCode(conclusion)),
     h(
       "p",
       {},
-      `${plural(run.facts.steps, "step")} recorded, ${plural(run.facts.diagnosis.excluded.length, "cause")} tested and excluded`,
+      `${plural(run.facts.steps, "step")} recorded, ${plural(excluded.length, "cause")} tested and excluded`,
       notes ? `; ${plural(notes, "note")} below.` : ".",
     ),
   );
@@ -74,8 +78,9 @@ function renderCause(run, cause, first) {
       "dl",
       {},
       renderEvidence(cause),
-      h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix))),
+      renderFix(cause),
     ),
+    renderSource(run, cause),
     renderTrial(run, cause),
   );
 }
@@ -101,10 +106,57 @@ function renderFolded(run, cause) {
       "dl",
       {},
       renderEvidence(cause),
-      h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix))),
+      renderFix(cause),
     ),
+    renderSource(run, cause),
     renderTrial(run, cause),
   ]);
+}
+
+function renderFix(cause) {
+  return [
+    h("div", {}, h("dt", {}, "What to do"), h("dd", { class: "fix" }, withCode(cause.fix))),
+    h("div", {}, h("dt", {}, "More"), h("dd", {}, h("code", {}, `gradproof explain ${cause.id}`))),
+  ];
+}
+
+/** The script around the named line, as it ran; the line marked; the fix as a diff where it is certain. */
+function renderSource(run, cause) {
+  const source = run.facts.sources?.[run.facts.diagnosis.causes.indexOf(cause)];
+  if (!source) return null;
+  const line = (text, place) => {
+    const number = source.first + place;
+    return h("li", { value: number, class: number === source.marked ? "marked" : null }, h("code", {}, text || " "));
+  };
+  const kinds = { "+": "added", "-": "gone", "@": "hint" };
+  return h(
+    "div",
+    { class: "source" },
+    h("p", {}, h("code", {}, source.path), copyButton(source.path)),
+    source.lines.length > 0 && h("ol", {}, source.lines.map(line)),
+    source.diff.length > 0 && [
+      h("h4", {}, "The fix"),
+      h("ul", { class: "diff" }, source.diff.map((text) => h("li", { class: kinds[text[0]] }, h("code", {}, text || " ")))),
+      h("p", { class: "hint" }, h("code", {}, `gradproof fix ${run.facts.path}`), " tries it on a copy."),
+    ],
+  );
+}
+
+/** Puts a text on the clipboard; a frame without the right to is asked in the old way. */
+function copyButton(text) {
+  const button = h("button", { class: "quiet copy", type: "button" }, "copy path");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      fill(button, "copied");
+    } catch {
+      const field = button.parentElement.appendChild(h("textarea", { class: "aside", value: text }));
+      field.select();
+      fill(button, document.execCommand("copy") ? "copied" : "not allowed here");
+      field.remove();
+    }
+  });
+  return button;
 }
 
 function renderEvidence(cause) {
@@ -202,5 +254,32 @@ function renderExcluded(diagnosis) {
       {},
       diagnosis.excluded.map(({ family, reason }) => h("div", {}, h("dt", {}, family), h("dd", {}, reason))),
     ),
+  );
+}
+
+const MOST_OPEN = 40; // questions without an answer that are listed
+
+/** What was asked of the taped steps, and which questions have no answer, with the reason. */
+function renderAsked(examination) {
+  const open = [
+    ...examination.failed.map((each) => ["failed", each]),
+    ...examination.undecided.map((each) => ["undecided", each]),
+    ...examination.not_asked.map((each) => ["not asked", each]),
+  ];
+  const entry = ([state, { question, reason, core }]) =>
+    h(
+      "div",
+      {},
+      h("dt", {}, `${question} `, core && h("span", { class: "chip" }, "core")),
+      h("dd", {}, reason ? `${state}: ${reason}` : state),
+    );
+  return h(
+    "div",
+    { class: "card list asked" },
+    h("h3", {}, "Asked"),
+    h("p", {}, `${sentence(examination.summary)}.`),
+    open.length > 0 && h("dl", {}, open.slice(0, MOST_OPEN).map(entry)),
+    open.length > MOST_OPEN && h("p", { class: "hint" }, `${open.length - MOST_OPEN} more`),
+    examination.command && h("p", {}, h("code", {}, examination.command), " asks the rest."),
   );
 }

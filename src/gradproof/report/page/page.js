@@ -3,6 +3,7 @@
 const PARTS = [
   ["verdict", "Verdict"],
   ["curves", "Curves"],
+  ["ranks", "Ranks"],
   ["heatmap", "Heat map"],
   ["tensors", "Tensors"],
   ["model", "Model"],
@@ -45,6 +46,7 @@ function showRun(run, again) {
     document.querySelector("main"),
     h("section", { id: "verdict" }, renderNotes(run), renderVerdict(run)),
     section("curves", "Curves", renderCurves(run, ui.view)),
+    run.facts.ranks && section("ranks", "Ranks", renderRanks(run)),
     section("heatmap", "Step × layer", heat ? heat.element : missing(never)),
     section("tensors", "Tensors", table ? table.element : missing(never)),
     section(
@@ -77,7 +79,6 @@ const isFresh = (run) => page.live && !run.facts.status.ended && sinceWritten(ru
 function renderNotes(run) {
   const { status, notes } = run.facts;
   const lines = [...notes];
-  if (status.failure) lines.push(`Watching ended early: ${status.failure}`);
   const ago = sinceWritten(run);
   if (!status.ended && !isFresh(run)) {
     const written = Number.isFinite(ago) && ago >= 0 ? `; the last row was written ${duration(ago)} ago` : "";
@@ -142,7 +143,7 @@ function renderHeader(run) {
   document.title = `${visible(run.name)} · gradproof`;
   fill(
     document.getElementById("parts"),
-    PARTS.map(([id, label]) => h("a", { href: `#${id}`, onclick: (event) => jump(event, id) }, label)),
+    PARTS.filter(([id]) => document.getElementById(id)).map(([id, label]) => h("a", { href: `#${id}`, onclick: (event) => jump(event, id) }, label)),
   );
 }
 

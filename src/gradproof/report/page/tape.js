@@ -3,6 +3,9 @@
 function renderTape(run) {
   const { verdicts, shadow } = run.facts;
   const asked = verdicts.length || shadow;
+  const { taped } = run.facts.diagnosis.examination;
+  if (!asked && taped)
+    return missing(`${plural(taped, "step")} taped; no question had anything to say for or against a cause.`);
   if (!asked)
     return missing(
       "No step of this run was taped. gradproof run SCRIPT tapes the first steps and some later ones; --until STEP tapes the one you want.",

@@ -1,0 +1,66 @@
+"""A question of the examination as an answer: what its verdicts say, in the form that all answers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradproof.ask.answer import Answer
+from gradproof.errors import UserError
+from gradproof.experiments.table import Question
+
+
+def answer_of(question: Question, said: dict[str, Any], steps: list[int]) -> Answer:
+    if "error" in said:
+        raise UserError(
+            f"{question.name} could not be answered: {said['error']} (at {said.get('place', '?')})"
+        )
+    if "later" in said:
+        raise UserError(f"{question.name} could not be answered: {said['later']}")
+    looked = {"looked_at_steps": steps}
+    if "not_asked" in said:
+        return Answer(
+            question.name, f"{question.sentence} It {said['not_asked']}.", "undecided", numbers=looked
+        )
+    verdicts = said["verdicts"]
+    if not verdicts:
+        text = f"{question.sentence} Nothing was seen that speaks against it."
+        less = enough(question, steps)
+        return Answer(
+            question.name, text, "undecided" if less else "likely", numbers=looked, not_looked_at=less
+        )
+    first = min(verdicts, key=lambda verdict: ORDER[verdict["verdict"]])
+    rows = tuple(
+        {
+            "verdict": v["verdict"],
+            "cause": v["id"] or v["about"] or v["family"],
+            "why": v["reason"] or "; ".join(v["evidence"]),
+        }
+        for v in verdicts
+    )
+    sure = {"confirmed": first["confidence"] or "likely", "excluded": "proven", "undecided": "undecided"}
+    return Answer(
+        question.name,
+        f"{question.sentence} {say(first)}",
+        sure[first["verdict"]],
+        place=first["where"],
+        numbers={**looked, **first["numbers"]},
+        rows=rows,
+        not_looked_at=enough(question, steps),
+        ask_next=(first["fix"],) if first["fix"] else (),
+    )
+
+
+ORDER = {"confirmed": 0, "undecided": 1, "excluded": 2}
+
+
+def say(verdict: dict[str, Any]) -> str:
+    if verdict["verdict"] == "confirmed":
+        return f"No: {verdict['id']}: {(verdict['evidence'] or ['confirmed'])[0]}."
+    word = "Yes, as far as this goes" if verdict["verdict"] == "excluded" else "Undecided"
+    return f"{word}: {verdict['reason']}."
+
+
+def enough(question: Question, steps: list[int]) -> tuple[str, ...]:
+    if len(steps) >= question.enough:
+        return ()
+    return (f"it wants {question.enough} recorded steps before silence means anything, and saw {len(steps)}",)

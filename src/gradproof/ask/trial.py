@@ -1,0 +1,338 @@
+"""Tries a patch: the script as it ran beside the script with the patch, in copies, under the same random numbers.
+
+Neither copy touches the original: both are run by `gradproof run` in a directory of their own, and examined.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradproof.ask.answer import cleaned, say, table
+from gradproof.ask.patching import LARGEST, FilePatch, apply_patch, parse_patch
+from gradproof.diagnosis.findings import Diagnosis, Finding
+from gradproof.diagnosis.ranking import PROOFS, diagnose
+from gradproof.diagnosis.series import trend
+from gradproof.errors import UserError, plain
+from gradproof.files import has_file, read_file
+from gradproof.record.run import Run, open_run
+from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY
+
+MOST_COPIED = 500 << 20  # bytes of the script's directory
+SHARED = 10 << 20  # bytes: files from this size on may be links, where that is allowed
+NOT_COPIED = {
+    ".git",
+    "__pycache__",
+    "node_modules",
+    ".venv",
+    "venv",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+}
+EXAMINE = "all"  # of both trainings, whatever it takes
+DIFFERENT = 0.02  # of a loss
+NOISES = 4.0  # times what two windows of the same curve differ by chance
+FIXED, BETTER, SAME, WORSE = "fixed", "better", "no difference", "worse"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What trying showed; `losses` are both curves at some steps."""
+
+    verdict: str
+    sentence: str
+    steps: int
+    before: float
+    after: float
+    losses: dict[str, list[int] | list[float]]
+    finding: str | None
+    finding_now: str | None
+    new_findings: tuple[str, ...]
+    other_changes: tuple[str, ...]
+    not_looked_at: tuple[str, ...]
+    original: str
+    patched: str
+
+    def as_data(self) -> dict[str, Any]:
+        return {"schema": "gradproof/trial/1", **cleaned(asdict(self))}
+
+    def __str__(self) -> str:
+        data = self.as_data()
+        rows = [dict(zip(self.losses, row, strict=True)) for row in zip(*self.losses.values(), strict=True)]
+        lines = [f"{self.verdict}: {data['sentence']}", *table(rows)] if rows else [data["sentence"]]
+        lines += [
+            f"  the finding was  {say(data['finding'])}",
+            f"  the finding now  {say(data['finding_now'])}",
+        ]
+        lines += [f"  new: {text}" for text in data["new_findings"]]
+        lines += [f"  also changed: {text}" for text in data["other_changes"]]
+        lines += [f"  not looked at: {text}" for text in data["not_looked_at"]]
+        lines += [f"  runs: {plain(self.original)} {plain(self.patched)}"]
+        return "\n".join(lines) + "\n"
+
+
+def try_patch(
+    run: Run, patch: Path, out: Path, steps: int = 100, links: bool = False, within: int = 600
+) -> Trial:
+    """Both trainings, below `out`, and what came of them."""
+    patches = parse_patch(read_file(patch, LARGEST).decode("utf-8", "replace"))
+    directory, script, arguments = find_program(run)
+    notes: list[str] = []
+    for name in ("original", "patched"):
+        copy_directory(directory, out / name, links)
+        notes = put_script_back(run, out / name / script)
+    changed = apply_patch(fitting(patches, out / "patched"), out / "patched")
+    runs = []
+    for name in ("original", "patched"):
+        start(out / name, script, arguments, out / f"run-{name}", steps, within)
+        runs.append(open_run(out / f"run-{name}"))
+    return judge(runs[0], runs[1], finding_of(diagnose(run)), changed, notes)
+
+
+def find_program(run: Run) -> tuple[Path, Path, list[str]]:
+    """The directory that the script was started in, the script below it, and its arguments."""
+    command, directory = run.info.get("command") or [], run.info.get("directory")
+    if not command or not directory or not Path(directory).is_dir():
+        raise UserError(
+            f"{run.path} does not say which script ran, or its directory is gone: {directory}; "
+            "run the script again, watched"
+        )
+    script = Path(directory) / str(command[0])
+    if not has_file(script) or not script.resolve().is_relative_to(Path(directory).resolve()):
+        raise UserError(
+            f"the script {script} is not there any more, or not below the directory that it was started in; "
+            "run it again from there"
+        )
+    return (
+        Path(directory),
+        script.resolve().relative_to(Path(directory).resolve()),
+        [str(a) for a in command[1:]],
+    )
+
+
+def copy_directory(source: Path, target: Path, links: bool) -> None:
+    """Everything but runs, environments and caches; nothing at all where it is too much."""
+    files = list(files_below(source, target.parent))
+    size = sum(file.stat().st_size for file in files)
+    shared = {file for file in files if links and file.stat().st_size >= SHARED}
+    if size - sum(file.stat().st_size for file in shared) > MOST_COPIED:
+        raise UserError(
+            f"{source} holds {size / 1e9:.1f} GB, too much to be copied; --links lets the copies share files over "
+            "10 MB with the original (a script that writes into them changes them)"
+        )
+    for file in files:
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if file in shared:
+            place.symlink_to(file.resolve())
+        else:
+            shutil.copy2(file, place)
+
+
+def files_below(source: Path, besides: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(source):
+        here = Path(folder)
+        folders[:] = [
+            name
+            for name in folders
+            if name not in NOT_COPIED
+            and here / name != besides
+            and not has_file(here / name / "run.json")
+            and not has_file(here / name / "pyvenv.cfg")
+        ]
+        yield from (here / name for name in files if (here / name).is_file())
+
+
+def put_script_back(run: Run, script: Path) -> list[str]:
+    """The script as it was when it ran; it may have been worked on since."""
+    try:
+        kept = read_file(run.path / SCRIPT_COPY, LARGEST_COPY)
+    except OSError:
+        return ["the script as it ran was not kept: the one that is there now was taken"]
+    if script.read_bytes() == kept:
+        return []
+    script.write_bytes(kept)
+    return ["the script has changed since the run: both trials use it as it was then"]
+
+
+def fitting(patches: list[FilePatch], directory: Path) -> list[FilePatch]:
+    """Paths from the root of a repository, or absolute ones, as paths from the script's directory."""
+    for patch in patches:
+        for side in ("old", "new"):
+            parts = Path(getattr(patch, side)).parts
+            known = next(
+                (parts[i:] for i in range(len(parts)) if has_file(directory.joinpath(*parts[i:]))), None
+            )
+            if known and getattr(patch, side) != "/dev/null" and ".." not in parts and parts[0] != "/":
+                setattr(patch, side, "/".join(known))
+    return patches
+
+
+def start(directory: Path, script: Path, arguments: list[str], out: Path, steps: int, within: int) -> None:
+    """One of the two trainings."""
+    command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--seed", "0", "--steps", str(steps)]
+    command += ["--examine", EXAMINE, "--out", str(out), "--", str(script), *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    environment.pop("GRADPROOF", None)
+    # whoever starts us from a source tree has put it on PYTHONPATH, perhaps by a relative path
+    package = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join([package, environment.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=within,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{script} did not end within {within} s; fewer --steps, or more time with --within"
+        ) from None
+    if not has_file(out / "run.json"):
+        last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(
+            f"{script} in {directory.name} could not be watched: {plain(last)}; "
+            f"does it run with `python {script}`, from a copy?"
+        )
+
+
+def judge(before: Run, after: Run, was: Finding | None, changed: list[str], notes: list[str]) -> Trial:
+    """One word for what a patch did, from the findings and the losses of both."""
+    first, second = diagnose(before), diagnose(after)
+    losses = [run.steps["loss"] for run in (before, after)]
+    count = min(map(len, losses))
+    if not count:
+        raise UserError(said_nothing(first, second, before, after))
+    shown = finding_of(first) or was
+    if was is not None and not has_family(first, was.family):
+        notes = [*notes, f"{was.id} was not found again in {count} steps of the original"]
+    elif was is not None:
+        shown = was
+    gone = shown is not None and not has_family(second, shown.family)
+    state = "gone" if gone else "still there"
+    asked = shown is not None and (was_asked(second, shown.family) or is_recorded(first, shown))
+    if gone and shown is not None and has_family(first, shown.family) and not asked:
+        state = "not seen again"
+        notes, gone = (
+            [*notes, f"whether {shown.family} is gone: it was not asked of the patched script"],
+            False,
+        )
+    known = {cause.family for cause in first.causes}
+    new = tuple(f"{c.level}: {c.id}" for c in second.causes if c.level != "note" and c.family not in known)
+    one, two = settled(losses[0][:count]), settled(losses[1][:count])
+    word = compare(losses[0][:count], losses[1][:count])
+    again = shown is not None and has_family(first, shown.family)
+    broke = any(text.startswith("problem") for text in new) or bool(second.raised and not first.raised)
+    if gone and again and not broke and math.isfinite(two):
+        word = FIXED
+    elif broke and word == SAME:
+        word = WORSE
+    return Trial(
+        word,
+        f"the loss at step {count - 1} is {two:.4g} instead of {one:.4g}"
+        + (f", and {shown.id} is {state}" if shown is not None and again else "")
+        + (
+            f"; the patched script was ended by {second.raised}" if second.raised and not first.raised else ""
+        ),
+        count,
+        one,
+        two,
+        curves(losses, count),
+        describe(shown),
+        next((describe(c) for c in second.causes if shown is not None and c.family == shown.family), None),
+        new,
+        (f"files: {', '.join(changed)}", *other_changes(before, after)),
+        tuple(notes),
+        str(before.path),
+        str(after.path),
+    )
+
+
+def finding_of(found: Diagnosis) -> Finding | None:
+    return next((cause for cause in found.causes if cause.level != "note"), None)
+
+
+def has_family(found: Diagnosis, family: str) -> bool:
+    return any(cause.family == family and cause.level != "note" for cause in found.causes)
+
+
+def was_asked(found: Diagnosis, family: str) -> bool:
+    """Whether its absence means something: it was ruled out, or all that matters was asked."""
+    return found.examination.complete or any(each.family == family for each in found.excluded)
+
+
+def is_recorded(found: Diagnosis, cause: Finding) -> bool:
+    """Whether no question is needed to see it: the calls of every step are its proof."""
+    return any(symptom.name in PROOFS and cause.id in symptom.suspects for symptom in found.symptoms)
+
+
+def describe(cause: Finding | None) -> str | None:
+    return (
+        None
+        if cause is None
+        else f"{cause.id}{f' at {cause.where}' if cause.where else ''} ({cause.confidence})"
+    )
+
+
+def settled(losses: np.ndarray) -> float:
+    """The middle of the last tenth; a NaN among them is NaN."""
+    last = losses[-max(3, len(losses) // 10) :]
+    return float(np.median(last)) if np.isfinite(last).all() else math.nan
+
+
+def compare(before: np.ndarray, after: np.ndarray) -> str:
+    """By the losses alone; what chance may do is no difference."""
+    one, two = settled(before), settled(after)
+    if not math.isfinite(two):
+        return SAME if not math.isfinite(one) else WORSE
+    if not math.isfinite(one):
+        return FIXED if (found := trend(after)) is not None and found.fell else BETTER
+    noise = max(chance(before), chance(after))
+    far = max(DIFFERENT * max(abs(one), abs(two)), NOISES * noise)
+    return SAME if abs(two - one) <= far else BETTER if two < one else WORSE
+
+
+def chance(losses: np.ndarray) -> float:
+    """What the middle of the last tenth varies by: how far points lie from their neighbours."""
+    last = losses[-max(3, len(losses) // 10) :]
+    finite = losses[np.isfinite(losses)]
+    spread = float(np.median(np.abs(np.diff(finite)))) if len(finite) > 2 else 0.0
+    return spread / math.sqrt(len(last))
+
+
+def curves(losses: list[np.ndarray], count: int) -> dict[str, list[int] | list[float]]:
+    shown = sorted({round(i * (count - 1) / 9) for i in range(10)})
+    return {
+        "step": shown,
+        "as_it_was": [float(losses[0][i]) for i in shown],
+        "patched": [float(losses[1][i]) for i in shown],
+    }
+
+
+def other_changes(before: Run, after: Run) -> Iterator[str]:
+    from gradproof.report.comparison import find_differences
+
+    for found in find_differences([before, after]):
+        if found.group not in ("code", "surroundings"):
+            yield f"{found.group}, {found.what}: {found.values[0]} → {found.values[1]}"
+
+
+def said_nothing(first: Diagnosis, second: Diagnosis, before: Run, after: Run) -> str:
+    who, found = ("original", first) if not len(before) else ("patched script", second)
+    del after
+    return f"the {who} made no step that could be seen{f': {found.raised}' if found.raised else ''}"

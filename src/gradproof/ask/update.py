@@ -1,0 +1,151 @@
+"""Is the update what the rule says? The optimizer's own step in float64, from its state and the gradients it saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradproof.ask.answer import Answer, Row
+from gradproof.ask.opened import Asked
+from gradproof.ask.spots import below, relative
+from gradproof.ask.tools import Evidence, at_work, is_by_hand, is_known, named_parameters
+from gradproof.errors import UserError
+
+ALLOWED = 1e-3  # of a change: what float32 leaves of it where a weight is a thousand times larger
+ONE_BY_ONE = {"foreach": False, "fused": None, "capturable": False}
+HALF = (torch.float16, torch.bfloat16)
+
+
+def answer(asked: Asked) -> Answer:
+    evidence = asked.evidence
+    if not evidence.updates:
+        raise UserError(
+            f"step {evidence.step} changed no parameter: the record ends before the update, or none was made"
+        )
+    if is_by_hand(evidence):
+        raise UserError("the script changes its parameters itself: ask is_the_update_the_textbooks instead")
+    rules, skipped = by_rule(evidence)
+    rows, wrong = [], 0
+    for slot, change in evidence.updates.items():
+        name = evidence.slot(slot).name
+        if below(name, asked.of):
+            row = judge(evidence, slot, change, rules.get(slot))
+            wrong += row["verdict"] == "differs"
+            rows.append(row)
+    if not rows:
+        raise UserError(f"step {evidence.step} changed nothing called {asked.of!r}")
+    rows.sort(key=lambda row: (row["verdict"] != "differs", -row["off"] if row["off"] is not None else 1.0))
+    judged = [row for row in rows if row["off"] is not None]
+    if not judged:
+        sentence, sure = "No change could be compared with a rule.", "undecided"
+    elif wrong:
+        sentence = f"No: {wrong} of {len(judged)} changes are not what the rule makes of state and gradient."
+        sure = "proven"
+    else:
+        sentence, sure = f"Yes: {len(judged)} changes are what the rule says.", "proven"
+    settings = {
+        f"{type(o).__name__} group {i}": {
+            k: v for k, v in g.items() if isinstance(v, (int, float)) and v is not None
+        }
+        for o in at_work(evidence)
+        for i, g in enumerate(o.param_groups[:3])
+    }
+    lines = [getattr(o, "line", "") for o in at_work(evidence)]
+    return Answer(
+        "update",
+        sentence,
+        sure,
+        numbers=settings,
+        place=next((line for line in lines if line), None),
+        rows=tuple(rows),
+        not_looked_at=tuple(skipped),
+        ask_next=(
+            "gradproof ask RUN what-if --change lr=0.1x",
+            "gradproof ask RUN does_the_optimizer_do_what_was_meant",
+        ),
+    )
+
+
+def by_rule(evidence: Evidence) -> tuple[dict[int, Tensor], list[str]]:
+    """What each optimizer at work makes of its state and the gradients that it saw, by slot; and what was left out."""
+    found: dict[int, Tensor] = {}
+    skipped = []
+    slots = {evidence.slot(slot).name: slot for slot in evidence.updates}
+    slot_of = {id(p): slots[name] for name, p in named_parameters(evidence).items() if name in slots}
+    for optimizer in at_work(evidence):
+        if not is_known(optimizer):
+            skipped.append(f"{type(optimizer).__name__} is none of PyTorch's own: its rule is not known")
+            continue
+        try:
+            found |= step_in_float64(optimizer, evidence, slot_of)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            skipped.append(f"{type(optimizer).__name__} could not be made again: {error}")
+    return found, skipped
+
+
+def step_in_float64(
+    optimizer: torch.optim.Optimizer, evidence: Evidence, slot_of: dict[int, int]
+) -> dict[int, Tensor]:
+    groups: list[dict[str, Any]] = []
+    copies: dict[int, Tensor] = {}
+    states: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        mine = []
+        for parameter in group["params"]:
+            slot = slot_of.get(id(parameter))
+            if slot is None or slot not in evidence.aftermath.gradients:
+                continue
+            copy = evidence.tape.leaf_value(slot).detach().double().clone().requires_grad_()
+            copy.grad = evidence.aftermath.gradients[slot].double()
+            states[slot] = state_before(optimizer.state.get(parameter, {}), parameter)
+            copies[slot] = copy
+            mine.append(copy)
+        if mine:
+            groups.append({**group, "params": mine, **{k: v for k, v in ONE_BY_ONE.items() if k in group}})
+    if not groups:
+        return {}
+    make: Any = type(optimizer)
+    made = make(groups)
+    for slot, copy in copies.items():
+        made.state[copy] = states[slot]
+    made.step()
+    return {slot: copy.detach() - evidence.tape.leaf_value(slot).double() for slot, copy in copies.items()}
+
+
+def state_before(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """What the rule starts from, in float64; at the first step nothing, for its tensors are made in that very step."""
+    kept = any(isinstance(value, Tensor) and value.dim() for value in state.values())
+    if not kept and parameter.dim():
+        return {}
+    return {key: in_float64(value) for key, value in state.items()}
+
+
+def in_float64(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return (
+            torch.tensor(float(value))
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            else value
+        )
+    return (
+        value.detach().double().clone()
+        if value.is_floating_point() and value.dim()
+        else value.detach().clone()
+    )
+
+
+def judge(evidence: Evidence, slot: int, change: Tensor, right: Tensor | None) -> Row:
+    row: Row = {"parameter": evidence.slot(slot).name, "change": float(change.double().norm())}
+    weight = evidence.tape.leaf_value(slot).double()
+    row["of_the_weight"] = relative(row["change"], float(weight.norm()))
+    if right is None or right.shape != change.shape:
+        return {**row, "rule": None, "off": None, "verdict": "not compared"}
+    # a change is the difference of two rounded weights: what their last digit takes away is nobody's fault
+    eps = torch.finfo(change.dtype).eps
+    rounding = 2 * eps * float(weight.abs().double().norm()) + 1e-30
+    apart, size = float((change.double() - right).norm()), float(right.norm())
+    off = relative(max(0.0, apart - rounding), size)
+    ok = off <= ALLOWED or (evidence.slot(slot).dtype in HALF and apart <= rounding)
+    return {**row, "rule": size, "off": off, "verdict": "as the rule" if ok else "differs"}

@@ -1,0 +1,122 @@
+"""The examination of a run that is still being written, and of one that has ended: the same questions, other manners.
+
+While the training lives, one thread of low priority; a GPU, if the step was on one, for a fiftieth of the time. Once it
+has ended, everything that the machine has, up to the limit that was given.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradproof import children
+from gradproof.examination.examiner import Examiner, Locked, read_shelf
+from gradproof.examination.process import WorkerProcess
+from gradproof.examination.worker import stand_back
+from gradproof.record.door import Damaged, read_json
+from gradproof.record.schema import INFO_FILE
+
+GPU_SHARE = 0.02  # of the time, while a training uses it
+GPU_MEMORY, AFTERWARDS = 0.25, 0.9  # of what is free there, meanwhile and after it
+GPU_CREDIT = 1.0  # seconds of it that are given at once
+MOST_LANES = 4  # workers at a time
+EVERY = 0.2  # seconds between two looks for new specimens
+
+
+class Stopped(BaseException):
+    """Somebody asked for the end: what is known is kept."""
+
+
+def examine_beside(run: Path, training: int, limit: float | None) -> None:
+    """From the first specimen to the end of the training, and then for as long as was given."""
+    stand_back()
+
+    clock = Clock(run, training, limit)
+
+    def stop(*_: object) -> None:
+        clock.stopped = True
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    with Locked(run):
+        cores = len(os.sched_getaffinity(0))
+        lanes = min(MOST_LANES, max(1, cores // 2))
+        examiner = Examiner(run, [WorkerProcess(clock.is_over) for _ in range(lanes)], threads=1)
+        examiner.share = GPU_MEMORY
+        examiner.show_start()
+        left = 0
+        try:
+            while True:
+                ended = clock.has_ended()
+                shelf = read_shelf(run)
+                if shelf:
+                    examiner.warm_up()
+                if ended and examiner.share < AFTERWARDS:
+                    examiner.share = AFTERWARDS
+                    examiner.ask_again_what_had_to_wait()
+                examiner.threads = 1 if not ended else max(1, cores // lanes)
+                left = examiner.ask_all(
+                    until=clock.is_over if ended else clock.has_ended, pause=clock.rest(shelf)
+                )
+                if ended and (not left or clock.is_over()):
+                    break
+                if not left:
+                    time.sleep(EVERY)
+        except Stopped:
+            left = len(examiner.jobs())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
+        examiner.end(None if clock.stopped else limit, left)
+
+
+class Clock:
+    """When the training ended, and how long one may go on after that."""
+
+    def __init__(self, run: Path, training: int, limit: float | None) -> None:
+        self._run, self._training, self._limit = run, training, limit
+        self._ended: float | None = None
+        self.stopped = False  # somebody asked for the end
+        self._began = time.monotonic()
+        self._used = 0.0  # seconds of a GPU, while it trains
+        self._looked = 0.0
+
+    def has_ended(self) -> bool:
+        """Whether the training has; looked up now and then."""
+        now = time.monotonic()
+        if self._ended is None and now - self._looked > EVERY:
+            self._looked = now
+            if not trains(self._run, self._training):
+                self._ended = now
+        return self._ended is not None
+
+    def is_over(self) -> bool:
+        late = self.has_ended() and self._limit is not None and time.monotonic() - self._ended > self._limit  # type: ignore[operator]
+        return self.stopped or late
+
+    def rest(self, shelf: list[Any]) -> Callable[[float], None] | None:
+        """What follows an answer: on a GPU that a training uses, a rest until the time taken has been earned."""
+        if self._ended is not None or all(shelved.device == "cpu" for shelved in shelf):
+            return None
+
+        def pause(seconds: float) -> None:
+            self._used += seconds
+            while not self.has_ended() and self._used > GPU_CREDIT + GPU_SHARE * (
+                time.monotonic() - self._began
+            ):
+                time.sleep(EVERY)
+
+        return pause
+
+
+def trains(run: Path, pid: int) -> bool:
+    """Whether the process is there and has not written the end of its run."""
+    if not children.is_alive(pid):
+        return False
+    try:
+        info = read_json(run / INFO_FILE)
+    except (OSError, Damaged):
+        return True
+    return not isinstance(info, dict) or "ended" not in info

@@ -1,0 +1,140 @@
+"""The files of a run as they are written: whole records appended, whole files replaced, in order.
+
+A network's disk may stop answering in the middle of a call, and no call can be taken back: there, and where the disk
+has kept training waiting, all of it is done by a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gradproof.files import open_to_append, replace_file
+
+NETWORK = re.compile(
+    r"nfs|cifs|smb|sshfs|ceph|lustre|gpfs|beegfs|afs|gluster|pvfs|orangefs|dav|s3|gcsfuse|juicefs|rclone|blobfuse"
+)
+MOST_WAITING = 32 << 20  # bytes that a disk may be behind
+NO_ANSWER = "it does not answer, or is too slow"
+
+
+class Files:
+    """Those of one run. A script may have closed a descriptor of ours, and opened one of its own under its number."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened: dict[str, tuple[int, tuple[int, int]]] = {}  # descriptor, and which file it stands for
+
+    def append(self, name: str, data: bytes) -> None:
+        if os.write(self._descriptor(name), data) != len(data):
+            raise OSError("only part of a record could be written")
+
+    def replace(self, name: str, data: bytes) -> None:
+        replace_file(self.path / name, data)
+
+    def make_empty(self, name: str) -> None:
+        os.close(open_to_append(self.path / name))
+
+    def close_file(self, name: str) -> None:
+        descriptor, identity = self._opened.pop(name, (-1, None))
+        if identity is not None and _identity(descriptor)[0] == identity:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for name in list(self._opened):
+            self.close_file(name)
+
+    def _descriptor(self, name: str) -> int:
+        descriptor, identity = self._opened.get(name, (-1, None))
+        found, links = _identity(descriptor) if identity is not None else (None, 1)
+        if found is None or found != identity:
+            descriptor = open_to_append(self.path / name)
+            found, links = _identity(descriptor)
+            assert found is not None
+            self._opened[name] = descriptor, found
+        if links == 0:
+            raise FileNotFoundError(f"{name} was deleted")
+        return descriptor
+
+
+def _identity(descriptor: int) -> tuple[tuple[int, int] | None, int]:
+    """Which file a descriptor stands for, None for none; and how many names it has."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None, 0
+    return (found.st_dev, found.st_ino), found.st_nlink
+
+
+class Aside:
+    """Does one thing after the other in a thread; whoever asks for it never waits."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        self._put = self._done = 0  # bytes, each counted by one thread
+        self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._do_all, name="gradproof-disk", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[..., None], *args: Any) -> None:
+        """OSError where something has failed, or too much waits already."""
+        if self.error is not None:
+            raise self.error
+        if self._put - self._done > MOST_WAITING:
+            raise OSError(NO_ANSWER)
+        self._put += _size(args)
+        self._queue.put((work, args))
+
+    def finish(self, limit: float) -> None:
+        """Waits for the end; OSError when nothing was done for so many seconds."""
+        self.leave()
+        done = -1
+        while self._thread.is_alive() and done != self._done:
+            done = self._done
+            self._thread.join(limit)
+        if self.error is not None:
+            raise self.error
+        if self._thread.is_alive():
+            raise OSError(NO_ANSWER)
+
+    def leave(self) -> None:
+        """Nothing more will be put here."""
+        self._queue.put(None)
+
+    def _do_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, args = item
+            try:
+                if self.error is None:
+                    work(*args)
+            except Exception as error:
+                self.error = (
+                    error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+                )
+            self._done += _size(args)
+
+
+def _size(args: tuple[Any, ...]) -> int:
+    return sum(len(arg) for arg in args if isinstance(arg, bytes))
+
+
+def is_network(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether a place lies on another machine's disk, as far as the system says."""
+    kind, longest = "", 0
+    with suppress(OSError, ValueError, IndexError):
+        real = os.path.realpath(path)
+        for line in mounts.read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            where = before.split()[4].replace("\\040", " ")
+            inside = real == where or real.startswith(where.rstrip("/") + "/")
+            if inside and len(where) >= longest:
+                kind, longest = after.split()[0], len(where)
+    return NETWORK.search(kind) is not None

@@ -1,0 +1,84 @@
+// The ranks of one training: a small curve of each, how far each is from the others, who is slow, where one stands.
+
+const RANK_WIDTH = 180;
+const RANK_HEIGHT = 44;
+
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS(document.getElementById("empty").namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+  append(element, children);
+  return element;
+}
+
+/** One line in a small picture; `low` and `high` are the same for all ranks, so that they can be compared by eye. */
+function smallCurve(values, low, high, label) {
+  const x = (index) => (RANK_WIDTH * index) / Math.max(1, values.length - 1);
+  const y = (value) => 2 + (RANK_HEIGHT - 4) * (1 - (value - low) / (high - low || 1));
+  let path = "";
+  values.forEach((value, index) => {
+    if (value !== null) path += `${path && values[index - 1] !== null ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
+  });
+  return svg(
+    "svg",
+    { viewBox: `0 0 ${RANK_WIDTH} ${RANK_HEIGHT}`, class: "rank-curve", role: "img", "aria-label": label },
+    svg("path", { d: path || "M0 0" }),
+  );
+}
+
+function rangeOf(ranks, name) {
+  const known = ranks.flatMap((each) => each[name].filter((value) => value !== null));
+  return known.length ? [Math.min(...known), Math.max(...known)] : [0, 1];
+}
+
+/** Rank × step: the darker, the farther from what most ranks have; nothing is drawn where they agree to 1e-6. */
+function differenceMap({ ranks, steps }) {
+  const size = 10;
+  const cells = ranks.flatMap((each, line) =>
+    each.away.map((value, column) => {
+      if (value === null || value < 1e-6) return null;
+      const shade = Math.min(1, 0.25 + (Math.log10(value) + 6) / 8);
+      return svg(
+        "rect",
+        { x: column * 6, y: line * size, width: 6, height: size - 1, "fill-opacity": shade.toFixed(2) },
+        svg("title", {}, `rank ${each.rank}, step ${steps[column]}: ${short(100 * value)} % from the others`),
+      );
+    }),
+  );
+  const label = "rank × step: how far weights and gradients of each rank are from those of the others";
+  const box = `0 0 ${6 * steps.length} ${size * ranks.length}`;
+  return svg("svg", { viewBox: box, class: "rank-map", role: "img", "aria-label": label }, cells.filter(Boolean));
+}
+
+function renderRanks(run) {
+  const found = run.facts.ranks;
+  if (!found) return null;
+  const { ranks, steps } = found;
+  const [lowLoss, highLoss] = rangeOf(ranks, "loss");
+  const [lowNorm, highNorm] = rangeOf(ranks, "gradient");
+  const apart = ranks.filter((each) => each.away.some((value) => value > 1e-6));
+  const slow = found.slowest === null ? null : ranks.find((each) => each.rank === found.slowest);
+  const lines = [
+    `${found.world} ranks` + (found.missing.length ? `; no record of ${found.missing.join(", ")}` : ""),
+    slow && slow.own !== null && `slowest: rank ${slow.rank}, ${short(1000 * slow.own)} ms from the begin of a step to its backward`,
+    apart.length
+      ? `not alike at every step: rank ${apart.map((each) => each.rank).join(", ")}`
+      : "weights and gradients are alike on all ranks at every step that was compared",
+  ];
+  return [
+    card(lines.filter(Boolean).map((line) => h("p", {}, line))),
+    apart.length > 0 && card(h("h3", {}, `Rank × step, steps ${steps[0]} to ${steps[steps.length - 1]}`), differenceMap(found)),
+    card(
+      table(
+        ["rank", "loss", "gradient norm", "last step", "end"],
+        ranks.map((each) =>
+          row(String(each.rank), [
+            h("td", {}, smallCurve(each.loss, lowLoss, highLoss, `loss of rank ${each.rank}`)),
+            h("td", {}, smallCurve(each.gradient, lowNorm, highNorm, `gradient norm of rank ${each.rank}`)),
+            String(each.last),
+            each.ended ? "recorded" : each.stands ? `not recorded; last at ${each.stands}` : "not recorded",
+          ]),
+        ),
+      ),
+    ),
+  ];
+}
