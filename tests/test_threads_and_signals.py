@@ -61,8 +61,16 @@ def closed(session):
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_of_two_threads_that_train_at_once_the_first_is_watched(attempt, watched):
-    trainings = [Training(0), Training(1, width=9)]
-    run_threads(*(lambda t=t: [t.step() for _ in range(60)] for t in trainings))
+    trainings, both = [Training(0), Training(1, width=9)], threading.Barrier(2)
+
+    def train(training):
+        for _ in range(3):  # both train before one of them has ended
+            both.wait()
+            training.step()
+        for _ in range(57):
+            training.step()
+
+    run_threads(*(lambda t=t: train(t) for t in trainings))
     run = closed(watched)
     assert run.info["failure"] is None and run.info["threads"] == 2 and len(run) == 60
     assert [e["text"] for e in run.events if e["event"] == "second_thread"] == [
@@ -74,6 +82,33 @@ def test_of_two_threads_that_train_at_once_the_first_is_watched(attempt, watched
     )
     clip = run.info["facts"]["clip"]
     assert clip["given"] == clip["stepped"] > 0
+
+
+def test_the_slower_of_two_threads_is_left_alone_when_the_first_has_ended(watched):
+    first, second, begun = Training(0), Training(1, width=9), threading.Event()
+    both = threading.Barrier(2)
+
+    def short():
+        for _ in range(5):
+            first.step()
+        both.wait()
+        begun.wait()
+
+    def long():
+        both.wait()
+        second.step()
+        begun.set()
+        threads[0].join()
+        for _ in range(20):
+            second.step()
+
+    threads = [threading.Thread(target=f) for f in (short, long)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run = closed(watched)
+    assert run.info["threads"] == 2 and run.steps["loss"] == pytest.approx(first.losses)
 
 
 def test_one_training_alone_says_nothing_about_threads(watched):

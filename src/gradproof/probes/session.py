@@ -578,7 +578,7 @@ class Session:
             facts={name: value for name, value in self.facts.items() if not name.startswith("_")},
             ended=time.time(),
             failure=self.failure,
-            threads=1 + len(self.owner.others),  # that train; the first is watched
+            threads=1 + self.owner.others,  # that train; the first is watched
         )
         self.writer.close()
 

@@ -1,7 +1,8 @@
 """Which thread trains: of two that train at once, the first is watched and the other is left alone.
 
-A training may go on in another thread: when the first has ended, or when the same optimizer steps there. Threads that
-autograd starts belong to whoever called backward.
+A training may go on in another thread: when the first has ended, or when the same optimizer steps there. A thread that
+trained beside the first is never heard, not even when the first has ended: its steps would stand among the other's.
+Threads that autograd starts belong to whoever called backward.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ STEPS = frozenset(
 
 
 class Owner:
-    """The thread whose events are heard; `others` are those that step optimizers of their own meanwhile."""
+    """The thread whose events are heard; `others` counts those that step optimizers of their own meanwhile."""
 
     def __init__(self) -> None:
-        self.others: set[int] = set()
+        self.others = 0
+        self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._thread: Callable[[], threading.Thread | None] = lambda: None  # weakly: it may hold a model
         self.ident = -1
         self._stepping = self._has_stepped = False
@@ -48,6 +50,8 @@ class Owner:
         with self._lock:
             thread = self._thread()
             if thread is None or not thread.is_alive():
+                if threading.current_thread() in self._beside:
+                    return False
                 if event in ("backward_begins", "optimizer_begins"):
                     self._claim()
                 return True
@@ -59,7 +63,8 @@ class Owner:
                 session.drop_step()
                 return True
             if event in ("after_update", "skipped") and not known:
-                self.others.add(threading.get_ident())
+                self.others += threading.current_thread() not in self._beside
+                self._beside.add(threading.current_thread())
             return False
 
     def _claim(self) -> None:
