@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all docs dist lint browser clean
+.PHONY: run test test-all test-again docs dist lint browser clean
 
 run: $(READY)
 	@$(BIN)/gradproof demo
@@ -19,6 +19,12 @@ test: lint browser
 
 test-all: lint browser
 	$(BIN)/pytest -n 2 -q -rs
+
+# Of a run of the tests that ended with one to three failures: those, one after the other.
+FAILED := .pytest_cache/v/cache/lastfailed
+test-again: lint
+	@$(BIN)/python -c "import json, sys; f = json.load(open('$(FAILED)')); print('failed once:', *f, sep='\n  '); sys.exit(len(f) > 3)"
+	$(BIN)/pytest -q -rs --last-failed --last-failed-no-failures none
 
 docs: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
