@@ -11,7 +11,7 @@ from conftest import examine_here
 from torch import nn
 
 from gradproof.diagnosis.findings import Exclusion
-from gradproof.diagnosis.ranking import diagnose
+from gradproof.diagnosis.ranking import diagnose, exclusion_of_verdict
 from gradproof.examination import examiner
 from gradproof.experiments import owners
 from gradproof.experiments.evidence import confirmed, excluded
@@ -197,6 +197,8 @@ def test_an_exclusion_clears_what_it_measured_when_it_measured_it():
     assert not by_id.covers("data-order-or-sampling/same-batch", 10)
     whole = Exclusion("lr-too-high", "each step lowers its loss", step=40)
     assert whole.covers("lr-too-high/diverged", 40) and not whole.covers("lr-too-high/diverged", 5000)
+    measured = exclusion_of_verdict({"family": "lr-too-high", "reason": "it falls", "step": 40})
+    assert measured.step == 40, "readers are told when it was measured"
 
 
 def test_a_loss_that_rises_long_after_the_last_tape_is_still_suspected(tmp_path):

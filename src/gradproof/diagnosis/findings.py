@@ -51,11 +51,15 @@ class Finding:
         return {**asdict(self), "evidence": list(self.evidence)}
 
 
+# A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart.
+SPEAKS_FOR = 4
+
+
 @dataclass(frozen=True)
 class Exclusion:
     """A cause that was tested and is not it, with the number that says so.
 
-    `id` names the one thing that was measured; without it the whole family was. `step` is the last step it speaks for.
+    `id` names the one thing that was measured; without it the whole family was. `step` is the one it was measured at.
     """
 
     family: str
@@ -64,8 +68,8 @@ class Exclusion:
     step: int | None = None
 
     def covers(self, suspect: str, step: int) -> bool:
-        """Whether it clears a suspect at a step: what it measured, and no later than it measured it."""
-        if self.step is not None and step > self.step:
+        """Whether it clears a suspect at a step: what it measured, and not long after it was measured."""
+        if self.step is not None and step > SPEAKS_FOR * (self.step + 1):
             return False
         return suspect == self.id if self.id else suspect.partition("/")[0] == self.family
 

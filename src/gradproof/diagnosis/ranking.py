@@ -169,13 +169,10 @@ def last_verdicts(run: Run) -> list[dict[str, Any]]:
     return [said for verdicts in last.values() for said in verdicts]
 
 
-# A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart.
-SPEAKS_FOR = 4
-
-
 def exclusion_of_verdict(verdict: dict[str, Any]) -> Exclusion:
-    until = SPEAKS_FOR * (verdict["step"] + 1) if verdict.get("step") is not None else None
-    return Exclusion(verdict["family"], verdict.get("reason", ""), verdict.get("about") or "", until)
+    return Exclusion(
+        verdict["family"], verdict.get("reason", ""), verdict.get("about") or "", verdict.get("step")
+    )
 
 
 def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
