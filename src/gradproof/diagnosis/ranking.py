@@ -84,6 +84,7 @@ RECORDED = (
 
 # A learning rate that trains well is a little too high early and a little too low late: not worth a word.
 STEP_LENGTHS = ("lr-too-high", "lr-too-low")
+NONFINITE = ("forward-nonfinite", "backward-nonfinite")
 LENGTHS_AND_LIMITS = (*STEP_LENGTHS, "grad-clip-misuse")
 
 LONG_WAY_BACK = 0.2  # of a run, spent above the loss of guessing
@@ -229,6 +230,8 @@ def add_suspicions(
     """
     known = {finding.family for finding in proven}
     fresh = [finding for finding in suspected if finding.family not in known]
+    if not known.isdisjoint(NONFINITE):  # it is known where it was born
+        fresh = [finding for finding in fresh if not finding.id.endswith("/unlocated")]
     if any(finding.level == "problem" and finding.confidence == "proven" for finding in [*proven, *fresh]):
         # how long steps are is judged when it is set right; until then, "raise" and "lower" are no advice
         fresh = [f for f in fresh if f.confidence != "possible" or f.family not in LENGTHS_AND_LIMITS]
@@ -246,9 +249,6 @@ def behind_a_rate_that_died(found: list[Finding], in_trouble: Collection[str | N
     if not any(f.family == "lr-schedule-error" and f.level == "problem" for f in found):
         return found
     return [replace(f, level="warning") if f.id in in_trouble and f.level == "problem" else f for f in found]
-
-
-NONFINITE = ("forward-nonfinite", "backward-nonfinite")
 
 
 def fold_consequences(found: list[Finding]) -> list[Finding]:

@@ -13,11 +13,18 @@ from gradproof.errors import UserError
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, undecided
 from gradproof.tape.bundle import write_bundle
 from gradproof.tape.locate import FirstBad, find_first_bad_operation
-from gradproof.tape.operations import Line
+from gradproof.tape.operations import Line, Operation
 from gradproof.tape.trace import came_from_others
 
 HALF = {"float16", "bfloat16"}
 HUGE_WEIGHT, HUGE = 1e4, 1e15
+STEEP = (
+    "sqrt",
+    "std",
+    "acos",
+    "asin",
+    "acosh",
+)  # finite where their derivative is infinite; a power below 1, too
 
 
 def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
@@ -39,8 +46,9 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
             )
         return
     if bad.kind == "parameter":  # what made them so was not taped
+        found = born_in_the_backward_before(evidence)
         said = f"the weights were not finite before step {evidence.step}: what made them so was not taped"
-        yield undecided("forward-nonfinite", said)
+        yield found or undecided("forward-nonfinite", said)
         return
     if bad.kind == "operation" and came_from_others(evidence.tape, bad.index):
         said = f"the first value of step {evidence.step} that is not finite came from another rank"
@@ -68,6 +76,41 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     if evidence.specimen.before_update:
         found = replace(found, evidence=(*found.evidence, "found    in the model's calls, made again"))
     yield found
+
+
+def born_in_the_backward_before(evidence: Evidence) -> Verdict | None:
+    """The loss of the step before, which was not taped, was finite and no larger than usual, and the weights after it
+    are not finite: its gradients were not. None where its update could have made them so by itself."""
+    losses, parameters = evidence.losses, evidence.tape.parameters
+    if len(losses) < 2 or not math.isfinite(losses[-2]) or diverged(losses):
+        return None
+    if any(str(slot.dtype).removeprefix("torch.") in HALF for slot in parameters):
+        return None
+    if any(group.get("eps", 1.0) == 0 for o in evidence.optimizers for group in o.param_groups):
+        return None
+    evidence.memory["located"] = True
+    before = evidence.step - 1
+    steep = {place_of(op.module, op.line): op.name for op in evidence.forward if is_steep(evidence, op)}
+    listed = ", ".join(f"{name} at {place}" for place, name in list(steep.items())[:3])
+    return confirmed(
+        "backward-nonfinite/not-taped",
+        f"the loss of step {before} is {losses[-2]:.4g}, and after its update the weights are not finite: its "
+        "gradients were not",
+        f"derivatives of this step that can be infinite: {listed or 'none that is known by its operator'}",
+        where=next(iter(steep)) if len(steep) == 1 else None,
+        fix=f"`gradproof run --until {before} SCRIPT` tapes that step and names the operation. Where it is a root or a "
+        "norm, add a small constant inside: torch.sqrt(x + 1e-12)",
+        lasting=True,
+        confidence="likely",  # the step itself was not seen
+    )
+
+
+def is_steep(evidence: Evidence, op: Operation) -> bool:
+    """Whether an operation through which gradient flows has an infinite derivative where it is finite itself."""
+    if evidence.flow.tracked.isdisjoint(op.reads) or op.line is None:
+        return False
+    power = op.args[1] if op.name == "pow" and len(op.args) > 1 else None
+    return op.name in STEEP or (isinstance(power, (int, float)) and 0 < power < 1)
 
 
 def not_finite_when_compiled(evidence: Evidence) -> str:
