@@ -20,10 +20,35 @@ UNTIED = 1e-3  # of the size of a table: beyond rounding, and less than a step c
 
 
 def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
-    found = list(find_followers(evidence))
+    followers = list(find_followers(evidence))
+    found = [each for each in followers if not each.is_the_weight]
     averages = [each for each in found if each.averages]
     note_decay(evidence, averages)
-    yield from first_of((thrown_away(evidence, averages), wrong_size(evidence, found), came_untied(evidence)))
+    yield from first_of(
+        (
+            average_of_itself([each for each in followers if each.is_the_weight]),
+            thrown_away(evidence, averages),
+            wrong_size(evidence, found),
+            came_untied(evidence),
+        )
+    )
+
+
+def average_of_itself(found: list[Follower]) -> Verdict | None:
+    """What was taken for a copy, `dict(model.state_dict())`, is the weights: averaging them remembers nothing."""
+    if not found:
+        return None
+    operation, factor = found[0].operation, found[0].keep + found[0].take
+    changes = f": each update multiplies the weights by {factor:.6g}" if factor != 1 else ""
+    return confirmed(
+        "aliasing-or-inplace/average-of-itself",
+        f"the average of {len(found)} weights (decay {found[0].keep:g}) is kept in the weights' own memory, so there "
+        f"is none{changes}",
+        where=place_of(operation.module, operation.line),
+        fix="copy the weights when the average is made: v.detach().clone(), or copy.deepcopy(model)",
+        lasting=True,
+        confidence="proven",  # one memory is read and written
+    )
 
 
 def note_decay(evidence: Evidence, averages: list[Follower]) -> None:

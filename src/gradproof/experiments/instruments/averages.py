@@ -28,6 +28,11 @@ class Follower:
         return abs(self.keep + self.take - 1) < 1e-6  # of a float32's digits
 
     @property
+    def is_the_weight(self) -> bool:
+        """One memory: what should remember is overwritten with what it should remember."""
+        return self.slot == self.weight
+
+    @property
     def limit(self) -> float:
         """How many times the weight it comes to, while the weight stays."""
         return self.take / (1 - self.keep) if self.keep < 1 else math.inf
@@ -56,8 +61,18 @@ def find_followers(evidence: Evidence) -> Iterator[Follower]:
                 parts = [one, (two[0], two[1] * number)]
             (slow, keep), (weight, take) = parts if parts[1][0] in trained else parts[::-1]
             same = evidence.slot(slow).shape == evidence.slot(weight).shape
-            if weight in trained and slow not in trained and same and 0 < keep <= 1:
+            other = slow not in trained or averages_itself(name, parts)
+            if weight in trained and other and same and 0 < keep <= 1:
                 yield Follower(slow, weight, keep, take, op)
+
+
+def averages_itself(name: str, parts: list[tuple[int, float]]) -> bool:
+    """In place, by factors that add up to one: w.mul_(0.9).add_(w, alpha=0.1). A decay is one factor alone."""
+    (slow, keep), (weight, take) = parts
+    alpha = (
+        take if name == "lerp_" else take / keep if keep else 0.0
+    )  # of what it has been multiplied with already
+    return slow == weight and name.endswith("_") and 0 < keep < 1 and abs(keep + alpha - 1) < 1e-6
 
 
 def single_operations(op: Operation) -> Iterator[tuple[str, int, int | None, float]]:
