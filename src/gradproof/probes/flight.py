@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class FlightRecorder:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, failed: Callable[[OSError], None]) -> None:
         self._recorder: Recorder | None = None
-        self._folder = folder
+        self._folder, self._failed = folder, failed
         self._ended = threading.Event()
         self._watched = threading.get_ident()
         self._process = os.getpid()
@@ -37,13 +38,14 @@ class FlightRecorder:
             self._recorder.note(step, phase, what)
 
     def begin(self) -> None:
-        """Once there is a process group; a disk that does not take the file is no reason to say anything."""
+        """Once there is a process group."""
         if self._recorder is not None or self._given_up or not torch.distributed.is_initialized():
             return
         try:
             self._recorder = Recorder(self._folder)
-        except (OSError, ValueError):
+        except OSError as error:
             self._given_up = True
+            self._failed(error)
             return
         self._watched = threading.get_ident()
         threading.Thread(target=self._beat, name="gradproof flight recorder", daemon=True).start()

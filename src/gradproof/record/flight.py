@@ -6,14 +6,13 @@ rank stood when nothing had happened for a while, another the time at which its 
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradproof.files import read_file
+from gradproof.files import map_new_file, read_file
 
 FLIGHT_FILE = "flight.bin"
 PHASES = ("before backward", "in backward", "between backward and update", "in the update", "in a collective")
@@ -56,12 +55,7 @@ class Recorder:
     """Writes into the mapped file; a write is a copy of some bytes."""
 
     def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / FLIGHT_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            os.ftruncate(descriptor, SIZE)
-            self._map = mmap.mmap(descriptor, SIZE)
-        finally:
-            os.close(descriptor)
+        self._map = map_new_file(folder / FLIGHT_FILE, SIZE)
         self.count = 0
         self.last = time.time()
         self._process = os.getpid()

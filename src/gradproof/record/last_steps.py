@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradproof.files import read_file
+from gradproof.files import map_new_file, read_file
 from gradproof.record.prints import TENSOR_HEADER, unpack_tensors
 
 LAST_STEPS_FILE = "last_steps.bin"
@@ -26,14 +26,14 @@ HEAD = 8  # bytes: the size of a place
 class LastSteps:
     """Keeps records in a ring; made when the first one tells how large they are."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, failed: Callable[[OSError], None]) -> None:
+        self._folder, self._failed = folder, failed
         self._map: mmap.mmap | None = None
         self._place = self._steps = self._count = 0
         self._given_up = False
 
     def keep(self, record: bytes) -> None:
-        """A step's record; one that is larger than its place is not kept, a disk that takes no file is no trouble."""
+        """A step's record; one that is larger than its place is not kept, nor any on a disk that has no room."""
         if self._map is None and not self._given_up:
             self._make(2 * len(record))  # landmarks have more tensors than the steps between them
         if self._map is None or len(record) > self._place:
@@ -47,22 +47,11 @@ class LastSteps:
         self._given_up = True
         if self._steps < FEWEST:
             return
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._folder / LAST_STEPS_FILE, flags, 0o644)
-        except OSError:
-            return
-        try:
-            size = HEAD + place * self._steps
-            os.ftruncate(descriptor, size)
-            if hasattr(os, "posix_fallocate"):  # a full disk says so here, not by a signal later
-                os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
+            self._map = map_new_file(self._folder / LAST_STEPS_FILE, HEAD + place * self._steps)
             self._map[:HEAD] = place.to_bytes(HEAD, "little")
-        except (OSError, ValueError):
-            self._map = None
-        finally:
-            os.close(descriptor)
+        except OSError as error:
+            self._failed(error)
 
 
 def read_last_steps(folder: Path) -> dict[int, dict[int, float]]:
