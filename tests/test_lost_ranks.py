@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradproof
-from gradproof.record.flight import BACKWARD, COLLECTIVE, FORWARD, Recorder, read_flight
+from gradproof.record.flight import BACKWARD, COLLECTIVE, FLIGHT_FILE, FORWARD, SIZE, Recorder, read_flight
 from gradproof.record.last_steps import (
     LARGEST,
     LAST_STEPS_FILE,
@@ -23,7 +23,7 @@ from gradproof.record.last_steps import (
 )
 from gradproof.record.prints import PRINTS_FILE, pack_row, pack_tensors
 from gradproof.record.run import open_run
-from gradproof.record.writer import RunWriter
+from gradproof.record.writer import RunWriter, map_ring
 from gradproof.report.tensor import render_overview
 
 SCRIPT = """
@@ -131,7 +131,7 @@ def test_a_rank_that_died_before_its_first_backward_is_named_once_another_missed
 
 
 def test_the_last_steps_go_round_and_a_torn_one_is_left_out(tmp_path):
-    ring = LastSteps(tmp_path, [].append)
+    ring = LastSteps(RunWriter(tmp_path, {}), [].append)
     for step in range(100):
         ring.keep(pack_tensors(step, [0, 1], np.array([1.0, float(step)])))
     ring.keep(pack_tensors(100, range(50), np.ones(50)))  # larger than its place
@@ -150,13 +150,13 @@ def test_the_last_steps_go_round_and_a_torn_one_is_left_out(tmp_path):
 
 def test_where_the_last_steps_find_no_room_nothing_happens(tmp_path):
     complaints = []
+    ring = LastSteps(RunWriter(tmp_path, {}), complaints.append)
     (tmp_path / LAST_STEPS_FILE).mkdir()
-    ring = LastSteps(tmp_path, complaints.append)
     ring.keep(pack_tensors(0, [0], np.ones(1)))
     assert read_last_steps(tmp_path) == {}
-    large = LastSteps(tmp_path / "large", complaints.append)
+    large = LastSteps(RunWriter(tmp_path / "large", {}), complaints.append)
     large.keep(bytes(LARGEST))
-    assert not (tmp_path / "large").exists() and len(complaints) == 1
+    assert not (tmp_path / "large" / LAST_STEPS_FILE).exists() and len(complaints) == 1
 
 
 @pytest.fixture
@@ -182,16 +182,18 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_is_an_error_and_no_signal(small_disk):
     """A store into a mapped page for which there is no room would end the process."""
-    place = small_disk(4096)
+    place = small_disk(100_000) / "run"
+    writer, complaints = RunWriter(place, {}), []
+    small_disk(4096)
     with pytest.raises(OSError, match="No space left"):
-        Recorder(place)
-    assert not (place / "flight.bin").exists()
-    complaints = []
-    ring = LastSteps(place, complaints.append)
+        writer.open_ring(FLIGHT_FILE, SIZE)
+    assert not (place / FLIGHT_FILE).exists()
+    ring = LastSteps(writer, complaints.append)
     for step in range(40):
         ring.keep(pack_tensors(step, range(50), np.ones(50)))
     assert len(complaints) == 1 and read_last_steps(place) == {}
-    Recorder(small_disk(16384)).note(3, BACKWARD)
+    small_disk(16384)
+    Recorder(writer.open_ring(FLIGHT_FILE, SIZE)).note(3, BACKWARD)
     assert read_flight(place).events[-1].step == 3
 
 
@@ -201,9 +203,9 @@ def test_a_file_system_that_cannot_reserve_room_has_no_ring(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "posix_fallocate", cannot)
     with pytest.raises(OSError, match="not supported"):
-        Recorder(tmp_path)
+        record_in(tmp_path)
     monkeypatch.delattr(os, "posix_fallocate")  # as on a Mac
-    Recorder(tmp_path).note(3, BACKWARD)
+    record_in(tmp_path).note(3, BACKWARD)
     assert read_flight(tmp_path).events[-1].step == 3
 
 
@@ -223,6 +225,10 @@ def test_ranks_on_a_full_disk_train_to_their_end(tmp_path, small_disk, free):
     assert free == 200_000 or all("training goes on" in text for text in said), said
 
 
+def record_in(folder):
+    return Recorder(map_ring(folder / FLIGHT_FILE, SIZE))
+
+
 def write_rank(path, rank, events, lines="", orders=(), ended=False, seconds=0.1):
     """A rank that has ended some steps, and then did what `events` say."""
     writer = RunWriter(path, {"rank": rank, "world": 2})
@@ -232,7 +238,7 @@ def write_rank(path, rank, events, lines="", orders=(), ended=False, seconds=0.1
     if ended:
         writer.set_info(ended=time.time())
     writer.close()
-    recorder = Recorder(path)
+    recorder = record_in(path)
     for event in events:
         recorder.note(*event)
     if lines:
@@ -259,7 +265,7 @@ def clock(monkeypatch):
 
 
 def test_the_recorder_goes_round_and_is_read_as_it_was_left(tmp_path, clock):
-    recorder = Recorder(tmp_path)
+    recorder = record_in(tmp_path)
     for step in range(200):
         recorder.note(step, BACKWARD)
     recorder.note(200, COLLECTIVE, "all_reduce")

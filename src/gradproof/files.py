@@ -51,6 +51,11 @@ def open_to_append(path: str | os.PathLike) -> int:
     return _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
+def open_to_write(path: str | os.PathLike) -> int:
+    """The descriptor of a file of which parts are written over; made if it is not there."""
+    return _open(path, os.O_WRONLY | os.O_CREAT)
+
+
 def replace_file(path: str | os.PathLike, data: bytes) -> None:
     """Put a new file in a place: what was there, a link too, is gone, and nobody reads half of it."""
     draft = Path(f"{os.fspath(path)}.tmp{os.getpid()}")

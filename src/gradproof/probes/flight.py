@@ -11,12 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from gradproof.probes.names import is_installed
-from gradproof.record.flight import Recorder
+from gradproof.record.flight import FLIGHT_FILE, SIZE, Recorder
+from gradproof.record.writer import RunWriter
 
 BEAT = 0.05  # seconds
 STILL = 1.0  # seconds without an event after which it is written down where the rank stands
@@ -25,9 +25,9 @@ OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class FlightRecorder:
-    def __init__(self, folder: Path, failed: Callable[[OSError], None]) -> None:
+    def __init__(self, writer: RunWriter, failed: Callable[[OSError], None]) -> None:
         self._recorder: Recorder | None = None
-        self._folder, self._failed = folder, failed
+        self._writer, self._failed = writer, failed
         self._ended = threading.Event()
         self._watched = threading.get_ident()
         self._process = os.getpid()
@@ -42,7 +42,7 @@ class FlightRecorder:
         if self._recorder is not None or self._given_up or not torch.distributed.is_initialized():
             return
         try:
-            self._recorder = Recorder(self._folder)
+            self._recorder = Recorder(self._writer.open_ring(FLIGHT_FILE, SIZE))
         except OSError as error:
             self._given_up = True
             self._failed(error)

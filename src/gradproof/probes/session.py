@@ -94,7 +94,7 @@ class Session:
         self._outputs = OutputProbe(names, self.lines, self._output_seen, self.fail)
         # of several ranks: what is to be alike on all of them
         self.prints: Prints | None = Prints(self, world) if world > 1 else None
-        self.flight = FlightRecorder(writer.path, self.ring_failed) if world > 1 else None
+        self.flight = FlightRecorder(writer, self.ring_failed) if world > 1 else None
         self._ledger = Ledger(writer, self._row_written, self.prints.write if self.prints else None)
         self._on_row = on_row
         self.owner = Owner()
