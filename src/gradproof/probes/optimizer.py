@@ -15,6 +15,7 @@ from gradproof.probes.tensors import local, sample
 FIRST_MOMENT = ("exp_avg", "momentum_buffer")
 SECOND_MOMENT = ("exp_avg_sq", "square_avg", "sum")
 SETTINGS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad", "maximize", "fused")
+MOST_GROUPS = 1000  # that are described
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -47,7 +48,7 @@ def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor | None:
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class and settings of each parameter group, as plain data."""
     groups = []
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups[:MOST_GROUPS]:
         settings = {key: group[key] for key in SETTINGS if key in group}
         settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
         groups.append({**settings, "tensors": len(group["params"])})

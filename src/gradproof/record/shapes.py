@@ -262,6 +262,8 @@ INFO: dict[str, Shape] = {
     "thinned": whole,
     "prints": list_of(print_of_tensor),
     "frames_ended": whole,
+    "tensors_left_out": whole,
+    "parameters_left_out": whole,
 }
 
 VERDICT = record(

@@ -38,6 +38,7 @@ from gradproof.record.thinner import FrameFile
 
 MOST_WAITED = 10.0  # seconds that training may wait for the disk
 PLACES = {name: place for place, name in enumerate(STEP_COLUMNS)}
+MOST_NAMED, A_TENSOR = 24 << 20, 80  # bytes of run.json that tensors may take, and one without its name
 Store = Callable[[int, bytes], None]  # puts bytes in a place of a file
 A_WAIT = 0.25  # seconds; what is shorter may as well be a busy processor
 
@@ -50,6 +51,7 @@ class RunWriter:
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
         self._numbers: dict[tuple[str, str], int] = {}
+        self._named = 0  # bytes
         self._info_changed = True
         self._waited = 0.0  # seconds that training has waited for the disk
         self._aside: Aside | None = None
@@ -69,9 +71,17 @@ class RunWriter:
         self._sinks.tell("begin", self.path, self._info)
 
     def add_tensor(self, kind: str, name: str, **facts: Any) -> int:
-        """The number of a tensor, given at first sight; facts such as shape and dtype are kept in run.json."""
+        """The number of a tensor, given at first sight; facts such as shape and dtype are kept in run.json.
+
+        -1 where names take too much room already: rows with it are not written.
+        """
         number = self._numbers.get((kind, name))
         if number is None:
+            self._named += len(name) + A_TENSOR
+            if self._named > MOST_NAMED:
+                self._numbers[kind, name] = -1
+                self.set_info(tensors_left_out=self._info.get("tensors_left_out", 0) + 1)
+                return -1
             number = self._numbers[kind, name] = len(self._numbers)
             self._info["tensors"].append({"kind": kind, "name": name, **facts})
             self._info_changed = True
@@ -94,6 +104,8 @@ class RunWriter:
 
     def write_frame(self, content: int, step: int, numbers: np.ndarray, values: np.ndarray) -> None:
         """The statistics of one step; names must be on disk before the numbers that refer to them."""
+        if len(numbers) and numbers.min() < 0:
+            numbers, values = numbers[numbers >= 0], values[numbers >= 0]
         self.save_info()
         self._do(self._frames.append, step, pack_frame(content, step, numbers, values))
         if not self._sinks.listening:
