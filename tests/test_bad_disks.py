@@ -5,6 +5,8 @@ import errno
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -16,6 +18,7 @@ import torch
 import gradproof
 from gradproof.record import disk, thinner
 from gradproof.record import writer as writing
+from gradproof.record.flight import BACKWARD, FLIGHT_FILE, SIZE, Recorder, read_flight
 from gradproof.record.run import Frame, open_run
 from gradproof.record.schema import DISTRIBUTION_FRAME, FRAME_COLUMNS, STATISTICS, STATISTICS_FRAME
 from gradproof.record.thinner import Thinning, louder
@@ -134,7 +137,7 @@ def test_a_disk_that_keeps_training_waiting_is_left_to_a_thread(tmp_path, monkey
 @pytest.fixture
 def dying_disk(monkeypatch):
     """A network's disk, and a function that has it die: whatever is asked of it then does not return."""
-    monkeypatch.setattr(writing, "is_network", lambda path: True)
+    monkeypatch.setattr(writing, "is_local", lambda path: False)
     monkeypatch.setattr(writing, "MOST_WAITED", 0.2)
     back, write = threading.Event(), os.write
 
@@ -164,6 +167,107 @@ def test_a_disk_that_never_answers_again_is_one_warning(tmp_path, dying_disk):
     assert 14 <= len(found) <= 20 and found.notes == []
 
 
+@pytest.fixture
+def freezing_disk(tmp_path):
+    """A disk of its own, and a function that freezes it: who writes to it then waits, in the kernel, for ever."""
+    place, image = tmp_path / "disk", tmp_path / "image"
+    place.mkdir()
+    image.write_bytes(bytes(8 << 20))
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, place]):
+        if not shutil.which(command[0]) or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("nothing can be mounted here")
+    yield place, lambda: subprocess.run(["fsfreeze", "-f", place], check=True)
+    subprocess.run(["fsfreeze", "-u", place], capture_output=True)
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_disk_that_freezes_for_ever_is_one_warning(freezing_disk, monkeypatch):
+    """The kernel's own waiting, and the rings of a rank among what is written."""
+    monkeypatch.setattr(writing, "is_local", lambda path: False)
+    monkeypatch.setattr(writing, "MOST_WAITED", 1.0)
+    place, freeze = freezing_disk
+    plain = train()
+
+    def die():
+        while len((place / "run" / "steps.csv").read_text().splitlines()) < 15:
+            time.sleep(0.01)
+        freeze()
+
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watched = train(place / "run", die, experiments=False)
+    assert time.monotonic() - began < 60
+    said = [str(each.message) for each in caught if "gradproof" in str(each.message)]
+    assert len(said) == 1 and "does not answer" in said[0] and "training goes on" in said[0]
+    assert same(plain, watched) and 14 <= len(open_run(place / "run")) <= 21
+
+
+SCRIPT_THAT_FREEZES = """
+import subprocess, sys, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(40):
+    if step == 20:
+        time.sleep(1)  # what was written is on the disk by then
+        subprocess.run(["fsfreeze", "-f", sys.argv[1]], check=True)
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+print("trained to the end", flush=True)
+"""
+COMMAND_ON_A_STRANGE_DISK = """
+import sys
+from gradproof.record import writer
+writer.is_local, writer.MOST_WAITED = lambda path: False, 1.0
+from gradproof.cli import main
+code = main(sys.argv[1:])
+print("left with", code, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_disk_that_freezes_ends(tmp_path, freezing_disk):
+    """Specimens, examination and the diagnosis at the end wait no longer than they say."""
+    place, _ = freezing_disk
+    (tmp_path / "train.py").write_text(SCRIPT_THAT_FREEZES)
+    command = [sys.executable, "-c", COMMAND_ON_A_STRANGE_DISK, "run", "--quiet", "--out", place / "run"]
+    process = subprocess.Popen(
+        [*command, tmp_path / "train.py", place],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+    )
+    said = []
+    thaw = threading.Timer(200, subprocess.run, [["fsfreeze", "-u", place]])
+    thaw.start()
+    began = time.monotonic()
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("left with"):
+            break
+    took = time.monotonic() - began
+    thaw.cancel()
+    subprocess.run(["fsfreeze", "-u", place], capture_output=True)
+    process.stdout.close()
+    process.wait(60)
+    text = "".join(said)
+    assert "trained to the end" in text and "left with 0" in text and took < 180, (took, text)
+    assert text.count("training goes on") == 1, text
+    assert len(open_run(place / "run")) >= 19
+
+
+def test_rings_on_a_disk_that_may_hang_are_left_to_the_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "is_local", lambda path: False)
+    writer = RunWriter(tmp_path / "run", {})
+    recorder = Recorder(writer.open_ring(FLIGHT_FILE, SIZE))
+    for step in range(100):
+        recorder.note(step, BACKWARD)
+    writer.close()
+    assert read_flight(tmp_path / "run").events[-1].step == 99
+
+
 def test_a_disk_far_behind_is_given_up_before_memory_is_full(tmp_path, monkeypatch, dying_disk):
     monkeypatch.setattr(disk, "MOST_WAITING", 10_000)
     writer = RunWriter(tmp_path / "run", {})
@@ -176,23 +280,24 @@ def test_a_disk_far_behind_is_given_up_before_memory_is_full(tmp_path, monkeypat
 
 
 def test_a_network_disk_that_answers_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "is_network", lambda path: True)
+    monkeypatch.setattr(writing, "is_local", lambda path: False)
     train(tmp_path / "run", experiments=False)
     run = open_run(tmp_path / "run")
     assert len(run) == 40 and run.notes == [] and "ended" in run.info
 
 
-def test_which_disks_are_a_networks(tmp_path):
+def test_which_disks_are_this_machines_own(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "21 1 8:1 / / rw - ext4 /dev/sda rw\n"
         "22 21 0:9 / /data rw,relatime shared:1 - nfs4 server:/x rw\n"
         "23 22 0:9 / /data/here rw - tmpfs none rw\n"
         "24 21 0:9 / /my\\040home rw - fuse.sshfs me@there rw\n"
+        "25 21 0:9 / /bucket rw - fuse.unheard-of me@there rw\n"
     )
-    places = ("/data/runs/a", "/my home/run", "/data/here/run", "/database/run", "/tmp/run")
-    assert [disk.is_network(place, mounts) for place in places] == [True, True, False, False, False]
-    assert not disk.is_network(tmp_path, tmp_path / "none")
+    places = ("/data/runs/a", "/my home/run", "/bucket/run", "/data/here/run", "/database/run", "/tmp/run")
+    assert [disk.is_local(place, mounts) for place in places] == [False] * 3 + [True] * 3
+    assert disk.is_local(tmp_path, tmp_path / "none")
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):

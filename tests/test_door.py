@@ -16,6 +16,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from corruption import corrupt
@@ -399,3 +400,19 @@ def test_no_code_comes_in_by_a_file():
             )
             if ast.unparse(node.func) == "torch.load":
                 assert "weights_only=True" in ast.unparse(node), f"{file.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("setting", ["lr", "betas", "eps", "momentum", "weight_decay"])
+@pytest.mark.parametrize("odd", ["red", [], [1], {}, None, [None, 1e-3]])
+def test_an_optimizers_settings_are_numbers_or_left_out(tmp_path, setting, odd):
+    groups = [{"lr": 0.1, setting: odd}]
+    maker = RunMaker(tmp_path / "run", optimizers=[{"class": "AdamW", "groups": groups}])
+    maker.step(0, loss=1.0)
+    maker.writer.close()
+    gradproof.diagnose(tmp_path / "run")
+
+
+def test_a_large_value_that_stays_is_drawn():
+    from gradproof.report.plot import Curve, render_plot
+
+    assert "1e+19" in render_plot([Curve("loss", np.arange(5), np.full(5, 1e19))])

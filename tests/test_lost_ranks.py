@@ -1,5 +1,6 @@
 """A rank that is killed is named with its step, wherever it dies; ranks that hang leave behind who is to blame."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import gradproof
-from gradproof.record.flight import BACKWARD, COLLECTIVE, FORWARD, Recorder, read_flight
+from gradproof.record.flight import BACKWARD, COLLECTIVE, FLIGHT_FILE, FORWARD, SIZE, Recorder, read_flight
 from gradproof.record.last_steps import (
     LARGEST,
     LAST_STEPS_FILE,
@@ -22,7 +23,7 @@ from gradproof.record.last_steps import (
 )
 from gradproof.record.prints import PRINTS_FILE, pack_row, pack_tensors
 from gradproof.record.run import open_run
-from gradproof.record.writer import RunWriter
+from gradproof.record.writer import RunWriter, map_ring
 from gradproof.report.tensor import render_overview
 
 SCRIPT = """
@@ -54,6 +55,27 @@ for step in range(30):
 """
 
 
+def open_store():
+    """Where two ranks meet; whoever asks keeps it as long as they live."""
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def start_ranks(store, folder, command):
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    group |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **group, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("who, step, where", [(1, 7, "backward"), (0, 3, "between"), (1, 5, "forward")])
 def test_a_killed_rank_is_named_with_its_step(tmp_path, who, step, where):
@@ -70,20 +92,8 @@ def test_a_killed_rank_is_named_with_its_step(tmp_path, who, step, where):
         "run",
         "train.py",
     ]
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    group |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(who), str(step), where],
-            cwd=tmp_path,
-            env={**os.environ, **group, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    store = open_store()
+    ranks = start_ranks(store, tmp_path, [*command, str(who), str(step), where])
     try:
         said = [process.communicate(timeout=300)[0] for process in ranks]
     finally:
@@ -121,7 +131,7 @@ def test_a_rank_that_died_before_its_first_backward_is_named_once_another_missed
 
 
 def test_the_last_steps_go_round_and_a_torn_one_is_left_out(tmp_path):
-    ring = LastSteps(tmp_path)
+    ring = LastSteps(RunWriter(tmp_path, {}), [].append)
     for step in range(100):
         ring.keep(pack_tensors(step, [0, 1], np.array([1.0, float(step)])))
     ring.keep(pack_tensors(100, range(50), np.ones(50)))  # larger than its place
@@ -139,13 +149,84 @@ def test_the_last_steps_go_round_and_a_torn_one_is_left_out(tmp_path):
 
 
 def test_where_the_last_steps_find_no_room_nothing_happens(tmp_path):
+    complaints = []
+    ring = LastSteps(RunWriter(tmp_path, {}), complaints.append)
     (tmp_path / LAST_STEPS_FILE).mkdir()
-    ring = LastSteps(tmp_path)
     ring.keep(pack_tensors(0, [0], np.ones(1)))
     assert read_last_steps(tmp_path) == {}
-    large = LastSteps(tmp_path / "large")
+    large = LastSteps(RunWriter(tmp_path / "large", {}), complaints.append)
     large.keep(bytes(LARGEST))
-    assert not (tmp_path / "large").exists()
+    assert not (tmp_path / "large" / LAST_STEPS_FILE).exists() and len(complaints) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KB, and a function that leaves so many bytes of it free."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", place], capture_output=True
+    ).returncode:
+        pytest.skip("nothing can be mounted here")
+
+    def leave(free):
+        filler = place / "filler"
+        filler.unlink(missing_ok=True)
+        found = os.statvfs(place)
+        filler.write_bytes(bytes(found.f_bavail * found.f_frsize - free))
+        return place
+
+    yield leave
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_is_an_error_and_no_signal(small_disk):
+    """A store into a mapped page for which there is no room would end the process."""
+    place = small_disk(100_000) / "run"
+    writer, complaints = RunWriter(place, {}), []
+    small_disk(4096)
+    with pytest.raises(OSError, match="No space left"):
+        writer.open_ring(FLIGHT_FILE, SIZE)
+    assert not (place / FLIGHT_FILE).exists()
+    ring = LastSteps(writer, complaints.append)
+    for step in range(40):
+        ring.keep(pack_tensors(step, range(50), np.ones(50)))
+    assert len(complaints) == 1 and read_last_steps(place) == {}
+    small_disk(16384)
+    Recorder(writer.open_ring(FLIGHT_FILE, SIZE)).note(3, BACKWARD)
+    assert read_flight(place).events[-1].step == 3
+
+
+def test_a_file_system_that_cannot_reserve_room_has_no_ring(tmp_path, monkeypatch):
+    def cannot(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot)
+    with pytest.raises(OSError, match="not supported"):
+        record_in(tmp_path)
+    monkeypatch.delattr(os, "posix_fallocate")  # as on a Mac
+    record_in(tmp_path).note(3, BACKWARD)
+    assert read_flight(tmp_path).events[-1].step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free", [0, 40_000, 200_000])
+def test_ranks_on_a_full_disk_train_to_their_end(tmp_path, small_disk, free):
+    """With room for nothing, for a run without its rings, and for all of it."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out = small_disk(free) / "run"
+    command = [sys.executable, "-m", "gradproof", "run", "--no-experiments", "--quiet", "--out", str(out)]
+    store = open_store()
+    ranks = start_ranks(store, tmp_path, [*command, "train.py", "9", "0", "nowhere"])
+    said = [process.communicate(timeout=300)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    for sentence in ("keeps no last events", "the record ends here"):
+        assert all(text.count(sentence) <= (free < 200_000) for text in said), said
+    assert free == 200_000 or all("training goes on" in text for text in said), said
+
+
+def record_in(folder):
+    return Recorder(map_ring(folder / FLIGHT_FILE, SIZE))
 
 
 def write_rank(path, rank, events, lines="", orders=(), ended=False, seconds=0.1):
@@ -157,7 +238,7 @@ def write_rank(path, rank, events, lines="", orders=(), ended=False, seconds=0.1
     if ended:
         writer.set_info(ended=time.time())
     writer.close()
-    recorder = Recorder(path)
+    recorder = record_in(path)
     for event in events:
         recorder.note(*event)
     if lines:
@@ -184,7 +265,7 @@ def clock(monkeypatch):
 
 
 def test_the_recorder_goes_round_and_is_read_as_it_was_left(tmp_path, clock):
-    recorder = Recorder(tmp_path)
+    recorder = record_in(tmp_path)
     for step in range(200):
         recorder.note(step, BACKWARD)
     recorder.note(200, COLLECTIVE, "all_reduce")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -50,6 +51,11 @@ def open_to_append(path: str | os.PathLike) -> int:
     return _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
+def open_to_write(path: str | os.PathLike) -> int:
+    """The descriptor of a file of which parts are written over; made if it is not there."""
+    return _open(path, os.O_WRONLY | os.O_CREAT)
+
+
 def replace_file(path: str | os.PathLike, data: bytes) -> None:
     """Put a new file in a place: what was there, a link too, is gone, and nobody reads half of it."""
     draft = Path(f"{os.fspath(path)}.tmp{os.getpid()}")
@@ -64,6 +70,27 @@ def replace_file(path: str | os.PathLike, data: bytes) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def map_new_file(path: str | os.PathLike, size: int) -> mmap.mmap:
+    """A new file of zeros, mapped into memory; OSError where it cannot be.
+
+    Its room on the disk is taken here: a full disk says so now, and not later by a signal that ends the process.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o644)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+        elif os.write(descriptor, bytes(size)) != size:
+            raise OSError("only part of it could be written")
+        return mmap.mmap(descriptor, size)
+    except BaseException as error:
+        os.unlink(path)
+        if isinstance(error, ValueError):  # what mmap says of a file that is not as large as it should be
+            raise OSError(str(error)) from None
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def refuse_links(*paths: str | os.PathLike) -> None:

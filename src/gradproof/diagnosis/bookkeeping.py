@@ -367,7 +367,7 @@ def optimizer_settings(run: Run) -> Iterator[Symptom]:
             label = f"{optimizer.get('class', '')}" + (
                 f", group {number}" if len(optimizer.get("groups", ())) > 1 else ""
             )
-            lr = max(float(group.get("lr", 0.0)), peak if len(optimizer.get("groups", ())) == 1 else 0.0)
+            lr = max(float(group.get("lr") or 0.0), peak if len(optimizer.get("groups", ())) == 1 else 0.0)
             for id, level, text in settings_of(
                 optimizer.get("class", ""), {**group, "lr": lr}, len(run), well
             ):
@@ -378,6 +378,7 @@ def optimizer_settings(run: Run) -> Iterator[Symptom]:
 
 def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tuple[str, str, str]]:
     betas, momentum = group.get("betas"), group.get("momentum") or 0.0
+    eps = group.get("eps")
     if betas and kind in ADAMS and betas[0] ** 2 >= betas[1] > 0:
         text = f"betas {tuple(betas)}: β1² = {betas[0] ** 2:.3g} is not below β2 = {betas[1]:g}: a step has no bound"
         yield "optimizer-config/betas", "problem", text
@@ -393,9 +394,9 @@ def settings_of(kind: str, group: dict, steps: int, well: bool) -> Iterator[tupl
     if momentum >= 0.995:
         text = f"momentum {momentum:g} adds up {1 / (1 - momentum):.0f} steps; the run has {steps}"
         yield "optimizer-config/momentum", "problem" if 1 / (1 - momentum) > steps / 20 else "warning", text
-    if kind in ADAMS and (group.get("eps") or 0) >= 1e-3:
-        text = f"ε = {group['eps']:g} outweighs √v: the step is as small as the gradient"
-        yield "optimizer-config/eps", "warning" if well and group["eps"] < 0.05 else "problem", text
+    if kind in ADAMS and isinstance(eps, (int, float)) and eps >= 1e-3:
+        text = f"ε = {eps:g} outweighs √v: the step is as small as the gradient"
+        yield "optimizer-config/eps", "warning" if well and eps < 0.05 else "problem", text
     if kind == "SGD":
         rate = group["lr"] / (1 - min(momentum, 0.9999)) * (group.get("weight_decay") or 0)
     elif kind in ("AdamW", "NAdam"):

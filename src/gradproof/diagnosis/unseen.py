@@ -8,7 +8,7 @@ import numpy as np
 
 from gradproof.diagnosis.examination import Examination
 from gradproof.record.run import Run
-from gradproof.record.schema import FRAMES_FILE
+from gradproof.record.schema import FRAMES_FILE, INFO_FILE
 
 
 def count_seen(run: Run, examination: Examination) -> str:
@@ -59,6 +59,9 @@ def find_unseen(run: Run, examination: Examination) -> Iterator[str]:
         yield f"the statistics of older steps were thinned {run.info['thinned']} times, to keep {FRAMES_FILE} small"
     if run.info.get("frames_ended"):
         yield f"no tensor was measured after step {run.info['frames_ended']}: {FRAMES_FILE} was full"
+    for what in ("tensors", "parameters"):
+        if left_out := run.info.get(f"{what}_left_out"):
+            yield f"{left_out} more {what} were there than have room in {INFO_FILE}; of those nothing is said"
     if examination.failed:
         one = len(examination.failed) == 1
         first = examination.failed[0]

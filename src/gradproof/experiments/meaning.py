@@ -83,7 +83,7 @@ def shrinks(evidence: Evidence) -> Verdict | None:
 def rates_swapped(evidence: Evidence) -> Verdict | None:
     """The last layer learns ten times slower than the first: the other way round from fine-tuning."""
     optimizers = at_work(evidence)
-    groups = [g for o in optimizers for g in o.param_groups if "lr" in g]
+    groups = [g for o in optimizers for g in o.param_groups if g.get("lr") is not None]
     rates = {id(p): float(g["lr"]) for g in groups for p in g["params"]}
     if len(optimizers) != 1 or len(set(rates.values())) < 2:
         return None

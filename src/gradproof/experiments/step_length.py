@@ -131,7 +131,7 @@ def say_what_is_summed(evidence: Evidence) -> list[str]:
 def largest_lr(evidence: Evidence) -> float:
     """NaN where a script that changes its parameters itself keeps it to itself."""
     groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
-    return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+    return max((float(group["lr"]) for group in groups if group.get("lr") is not None), default=math.nan)
 
 
 def say_rate(factor: float, rate: float) -> str:

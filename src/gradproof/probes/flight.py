@@ -10,12 +10,13 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from gradproof.probes.names import is_installed
-from gradproof.record.flight import Recorder
+from gradproof.record.flight import FLIGHT_FILE, SIZE, Recorder
+from gradproof.record.writer import RunWriter
 
 BEAT = 0.05  # seconds
 STILL = 1.0  # seconds without an event after which it is written down where the rank stands
@@ -24,9 +25,9 @@ OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class FlightRecorder:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, writer: RunWriter, failed: Callable[[OSError], None]) -> None:
         self._recorder: Recorder | None = None
-        self._folder = folder
+        self._writer, self._failed = writer, failed
         self._ended = threading.Event()
         self._watched = threading.get_ident()
         self._process = os.getpid()
@@ -37,13 +38,14 @@ class FlightRecorder:
             self._recorder.note(step, phase, what)
 
     def begin(self) -> None:
-        """Once there is a process group; a disk that does not take the file is no reason to say anything."""
+        """Once there is a process group."""
         if self._recorder is not None or self._given_up or not torch.distributed.is_initialized():
             return
         try:
-            self._recorder = Recorder(self._folder)
-        except (OSError, ValueError):
+            self._recorder = Recorder(self._writer.open_ring(FLIGHT_FILE, SIZE))
+        except OSError as error:
             self._given_up = True
+            self._failed(error)
             return
         self._watched = threading.get_ident()
         threading.Thread(target=self._beat, name="gradproof flight recorder", daemon=True).start()

@@ -88,5 +88,5 @@ class Graphs:
 
 def rate_that_is_captured(optimizer: torch.optim.Optimizer) -> float | None:
     """A number is written into the graph, whatever a schedule sets later; a tensor is read at each replay."""
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
     return None if any(isinstance(rate, Tensor) for rate in rates) else max(map(float, rates), default=0.0)

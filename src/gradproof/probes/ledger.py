@@ -120,9 +120,12 @@ class Ledger:
         samples = [found[f"sample {start}"] for start in starts]
         places = [start + i for start, rows in zip(starts, samples, strict=True) for i in range(len(rows))]
         numbers = np.array([self._writer.add_tensor(*step.rows[place]) for place in places])
-        numbers, first = np.unique(numbers, return_index=True)  # the first call of a module stands for all
-        rows = measuring.distributions(np.concatenate(samples)[first])
-        self._writer.write_frame(DISTRIBUTION_FRAME, number, numbers, rows)
+        kept = np.zeros(len(numbers), dtype=bool)
+        kept[np.unique(numbers, return_index=True)[1]] = True  # the first call of a module stands for all
+        ends = np.cumsum([len(rows) for rows in samples])[:-1]
+        parts = [rows[those] for rows, those in zip(samples, np.split(kept, ends), strict=True)]
+        rows = np.concatenate([measuring.distributions(part) for part in parts if len(part)])
+        self._writer.write_frame(DISTRIBUTION_FRAME, number, numbers[kept], rows)
 
     def _write_norms(self, number: int, names: list[str], norms: np.ndarray) -> None:
         rows = np.full((len(names), len(STATISTICS)), np.nan)

@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
@@ -20,6 +21,7 @@ from gradproof.tape.frames import locals_of
 from gradproof.tape.living import Living
 
 STANDARD = tuple({sysconfig.get_path("stdlib"), os.path.dirname(os.__file__)})
+LONGEST = 200  # characters; what is longer is cut in its middle, and told from others by a checksum
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -71,7 +73,7 @@ class Names:
 
     def call(self, parameter: Tensor, name: str) -> str:
         """Give a parameter a name of its own; the name that it has got."""
-        name = unique(name or f"tensor{len(self._taken)}", self._taken)
+        name = unique(short(name) or f"tensor{len(self._taken)}", self._taken)
         self._taken.add(name)
         self.parameters[parameter] = name
         return name
@@ -87,7 +89,8 @@ class Names:
         for prefix, root in self.roots.items():
             for name, parameter in root.named_parameters():
                 if parameter.requires_grad:
-                    yield self.parameters.get(parameter, join(prefix, clean(name))), parameter
+                    known = self.parameters.get(parameter)
+                    yield known or self.call(parameter, join(prefix, clean(name))), parameter
 
     def _name_models(self, models: list[nn.Module]) -> None:
         frames = list(user_frames())
@@ -101,7 +104,7 @@ class Names:
             self._roots[model] = prefix
             for name, module in model.named_modules():
                 # the wrapper and what it wraps have one name; the inner one is what ran
-                self._modules[module] = join(prefix, clean(name)) or label
+                self._modules[module] = short(join(prefix, clean(name))) or label
             for name, parameter in model.named_parameters():  # a tied weight keeps its first name
                 if parameter not in self.parameters:
                     self.call(parameter, join(prefix, clean(name)))
@@ -191,6 +194,17 @@ def find_variable(value: object, frames: Iterable[FrameType]) -> str | None:
 def clean(name: str) -> str:
     """A name without the layers that DDP, FSDP and torch.compile put around a model."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def short(name: str) -> str:
+    """A name that can be printed and kept by the thousand.
+
+    >>> short("layer." * 1000 + "weight")[-27:]
+    'layer.layer.weight~fb8731cc'
+    """
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[:120]}…{name[-60:]}~{zlib.crc32(name.encode()):08x}"
 
 
 def join(prefix: str, name: str) -> str:

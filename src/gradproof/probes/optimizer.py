@@ -15,6 +15,7 @@ from gradproof.probes.tensors import local, sample
 FIRST_MOMENT = ("exp_avg", "momentum_buffer")
 SECOND_MOMENT = ("exp_avg_sq", "square_avg", "sum")
 SETTINGS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "amsgrad", "maximize", "fused")
+MOST_GROUPS = 1000  # that are described
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -37,7 +38,7 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Ten
 
 def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor | None:
     """A number; still a tensor where reading it would wait for a GPU; of an update by hand nobody knows it."""
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
     far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and not rate.is_cpu]
     if far:
         return torch.stack(far).max()
@@ -47,7 +48,7 @@ def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor | None:
 def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class and settings of each parameter group, as plain data."""
     groups = []
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups[:MOST_GROUPS]:
         settings = {key: group[key] for key in SETTINGS if key in group}
         settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
         groups.append({**settings, "tensors": len(group["params"])})
@@ -65,7 +66,7 @@ MADE_WITH: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[float, str]] =
 
 def remember(optimizer: torch.optim.Optimizer, line: str) -> None:
     """Keep what a new optimizer was given, before a schedule changes it; a GPU's number is not waited for."""
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
     known = [float(lr) for lr in rates if not isinstance(lr, Tensor) or lr.device.type == "cpu"]
     if known and optimizer not in MADE_WITH:
         MADE_WITH[optimizer] = (max(known), line)

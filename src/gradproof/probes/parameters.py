@@ -5,6 +5,7 @@ Models and optimizers may be gone before the run ends: what is to be said of the
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.record.writer import RunWriter
 from gradproof.tape.living import Living
 
+MOST, MOST_OPTIMIZERS = 50_000, 1000  # parameters, and optimizers, that are described in run.json
 MOST_GONE = 2000  # parameters that live no more, and are still described
 
 
@@ -32,7 +34,10 @@ class Parameters:
         self._described: dict[str, dict[str, Any]] = {}  # by name
         self._tensors: Living[str] = Living()  # of those that are described
         self._with_gradient: set[str] = set()
+        self._without_gradient: set[str] = set()  # when it was looked at what an optimizer would use
+        self._steps = 0
         self._start_values: dict[str, np.ndarray] = {}
+        self._start_steps: dict[str, int] = {}
         self._moved: dict[str, bool] = {}  # as of the last look at each
 
     @property
@@ -49,7 +54,11 @@ class Parameters:
         if facts is not None:
             del self._optimizers_described[facts["number"] :]
 
-    def got_gradients(self, names: dict[str, Tensor]) -> None:
+    def got_gradients(self, names: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Those of an optimizer that have one, which is about to be used."""
+        held = optim.parameters_of(optimizer)
+        if len(names) < len(held):
+            self._without_gradient.update(name for name in map(self.name, held) if name not in names)
         if not self._with_gradient.issuperset(names):
             self._with_gradient.update(names)
             self.describe()
@@ -62,7 +71,7 @@ class Parameters:
             for name, changed in self._moved.items():
                 if name in self._described:
                     self._described[name]["changed"] = changed
-            self._writer.set_info(parameters=list(self._described.values()))
+            self._tell()
 
     def name(self, parameter: Tensor) -> str:
         name = self._names.of_parameter(parameter)
@@ -84,7 +93,7 @@ class Parameters:
             self._optimizers[optimizer] = facts
             for each, known in self._optimizers.items():
                 self._optimizers_described[known["number"]] = {"name": known["name"], **optim.describe(each)}
-            self._writer.set_info(optimizers=self._optimizers_described)
+            self._writer.set_info(optimizers=self._optimizers_described[:MOST_OPTIMIZERS])
             self.describe()
         return facts
 
@@ -102,6 +111,7 @@ class Parameters:
                 by_hand.add(facts["number"])
         fresh = {n: measuring.local(p) for n, p in known.items() if n not in self._start_values}
         self._start_values.update(zip(fresh, _fingerprints(list(fresh.values())), strict=True))
+        self._start_steps.update(dict.fromkeys(fresh, self._steps))
         self._tensors = Living((p, name) for name, p in known.items())
         for name, p in known.items():
             before = self._described.get(name, {})
@@ -115,22 +125,36 @@ class Parameters:
                 "gradient": name in self._with_gradient,
             }
         self._forget_the_oldest(known)
-        self._writer.set_info(parameters=list(self._described.values()))
+        self._tell()
+
+    def _tell(self) -> None:
+        more = len(self._described) - MOST
+        self._writer.set_info(
+            parameters=list(islice(self._described.values(), MOST)),
+            **({"parameters_left_out": more} if more > 0 else {}),
+        )
 
     def _forget_the_oldest(self, known: dict[str, Tensor]) -> None:
+        """Of what lives no more, and of that nothing where nobody has looked at its gradient in its time."""
         gone = [name for name in self._described if name not in known]
-        for name in gone[:-MOST_GONE]:
-            for facts in (self._described, self._start_values, self._moved):
+        seen = self._with_gradient | self._without_gradient if gone else ()
+        unseen = [name for name in gone if name not in seen]
+        for name in {*gone[:-MOST_GONE], *unseen}:
+            for facts in (self._described, self._start_values, self._start_steps, self._moved):
                 facts.pop(name, None)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """A step has been made: after 1, 2, 4, 8, … of them it is looked at what has changed."""
+        self._steps += 1
         steps = self._optimizers[optimizer]["steps"]
         if steps & (steps - 1) == 0:
             self.look()
 
     def look(self) -> None:
-        """Which of those that live, and have not moved so far, have other values than when they were first seen."""
+        """Which of those that live, and have not moved so far, have other values than when they were first seen.
+
+        Of one that no step was made with since, nothing is said.
+        """
         parts = {
             n: measuring.local(p)
             for p, n in self._tensors.items()
@@ -141,7 +165,9 @@ class Parameters:
         }  # of a sharded one, a rank may hold nothing
         values = _fingerprints(list(still.values()))
         for name, now in zip(still, values, strict=True):
-            self._moved[name] = not np.array_equal(self._start_values[name], now, equal_nan=True)
+            changed = not np.array_equal(self._start_values[name], now, equal_nan=True)
+            if changed or self._steps > self._start_steps[name]:
+                self._moved[name] = changed
 
 
 def has_numbers(tensor: Tensor) -> bool:

@@ -47,7 +47,7 @@ class Prints:
         self._session = session
         self._world = world
         self._writer = session.writer
-        self._last = LastSteps(session.writer.path)
+        self._last = LastSteps(session.writer, session.ring_failed)
         self._numbers: dict[tuple[str, str], int] = {}
         self._listed: list[list[Any]] = []
         self._began = time.time()

@@ -212,7 +212,8 @@ def run_program(
         session.close()
     session.finish_examination(examination_line() if not quiet else lambda progress: None)
     wipe()
-    children = find_child_runs(session.writer.path) if session.step == 0 else []
+    hangs = session.writer.broken is not None and session.writer.may_hang
+    children = find_child_runs(session.writer.path) if session.step == 0 and not hangs else []
     return Outcome(
         seen_from_here(children[0] if children else session.writer.path),
         exit_code,
@@ -224,7 +225,7 @@ def run_program(
         session.writer.broken or session.failure,
         tuple(session.facts.get("printed", {}).get("changed", ())),
         len(children),
-        session.writer.broken is not None and session.writer.may_hang,
+        hangs,
     )
 
 

@@ -78,6 +78,7 @@ class Session:
         self.counts = {"backward": 0, "zero_grad": 0, "clip": 0, "scheduler": 0, "skipped": 0}
         self.losses: deque[float] = deque(maxlen=2000)
         self.own_seconds = 0.0
+        self._rings = True  # there is room for them, as far as is known
         self.alive = True
         self.failure: str | None = None
 
@@ -93,7 +94,7 @@ class Session:
         self._outputs = OutputProbe(names, self.lines, self._output_seen, self.fail)
         # of several ranks: what is to be alike on all of them
         self.prints: Prints | None = Prints(self, world) if world > 1 else None
-        self.flight: FlightRecorder | None = FlightRecorder(writer.path) if world > 1 else None
+        self.flight = FlightRecorder(writer, self.ring_failed) if world > 1 else None
         self._ledger = Ledger(writer, self._row_written, self.prints.write if self.prints else None)
         self._on_row = on_row
         self.owner = Owner()
@@ -554,6 +555,16 @@ class Session:
             f"gradproof stopped watching at step {self.step} ({self.failure}{place}); training goes on untouched",
             stacklevel=4,
         )
+
+    def ring_failed(self, error: OSError) -> None:
+        """The disk has no room for what a rank did last; where it takes nothing at all, that is said already."""
+        if self._rings and not self.writer.broken:
+            warn(
+                f"gradproof keeps no last events of rank {self.rank} in {self.writer.path} ({error}); training goes "
+                "on, but if this rank is lost, little will be known of why",
+                stacklevel=4,
+            )
+        self._rings = False
 
     def close(self) -> None:
         """The end of training, normal or not: what is still on its way is written."""

@@ -21,6 +21,8 @@ Name = TypeVar("Name", bound=Hashable)
 
 PIECE = 1 << 14  # entries that one float32 norm may run over on a CPU
 SAMPLE = 1024  # entries of a tensor that percentiles, exponents, cosines and ε shares are taken from
+FEWEST, MOST_SAMPLED = 16, 1 << 22  # entries of each, and of all: of very many tensors, fewer each
+SLAB = 1 << 20  # entries that are sorted and counted at a time
 
 COUNT, NAN, INF, ZERO, SUBNORMAL, MIN, MAX, ABSMAX, SUM, SUMSQ = (
     COLUMNS.index(name)
@@ -147,37 +149,38 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sample(tensors: Iterable[Tensor]) -> Tensor:
-    """Evenly spaced entries of each tensor as rows of a matrix (N, SAMPLE), float32, short ones padded by nan.
+    """Evenly spaced entries of each tensor as rows of a matrix (N, width), float32, short ones padded by nan.
 
-    However many tensors there are, a GPU gets four launches: views are put together, then laid out by an index.
+    The width is SAMPLE for up to 4096 tensors, and less for more: together they have 4 million entries at most. However
+    many tensors there are, a GPU gets four launches: views are put together, then laid out by an index.
     """
-    views = [_view(tensor) for tensor in tensors]
+    tensors = list(tensors)
+    width = min(SAMPLE, max(FEWEST, MOST_SAMPLED // max(len(tensors), 1)))
+    views = [_view(tensor, width) for tensor in tensors]
     if len({view.dtype for view in views}) > 1:
         views = [view.to(torch.float32) for view in views]
     picked = torch.cat(views).to(torch.float32)
-    rows = torch.full((len(views), SAMPLE), float("nan"), dtype=torch.float32, device=picked.device)
-    places = _places(tuple(view.numel() for view in views), picked.device)
-    return rows.view(-1).index_copy_(0, places, picked).view(len(views), SAMPLE)
+    rows = torch.full((len(views), width), float("nan"), dtype=torch.float32, device=picked.device)
+    places = _places(tuple(view.numel() for view in views), width, picked.device)
+    return rows.view(-1).index_copy_(0, places, picked).view(len(views), width)
 
 
-def _view(tensor: Tensor) -> Tensor:
-    """At most SAMPLE evenly spaced entries, not copied."""
+def _view(tensor: Tensor, most: int) -> Tensor:
+    """At most so many evenly spaced entries, not copied."""
     flat = local(tensor)
     if flat.is_complex():
         flat = torch.view_as_real(flat)
     if not flat.is_contiguous():
         flat = _spread(flat)
-    stride = max(1, -(-flat.numel() // SAMPLE))
+    stride = max(1, -(-flat.numel() // most))
     return flat.as_strided((-(-flat.numel() // stride),), (stride,), flat.storage_offset())
 
 
-@lru_cache(maxsize=64)
-def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the entries of rows of these lengths go in a matrix (N, SAMPLE)."""
-    places = torch.cat(
-        [row * SAMPLE + torch.arange(length, device="cpu") for row, length in enumerate(lengths)]
-    )
-    return places.to(device, non_blocking=True)
+@lru_cache(maxsize=16)
+def _places(lengths: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """Where the entries of rows of these lengths go in a matrix (N, width)."""
+    inside = torch.arange(width, device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
+    return inside.view(-1).nonzero().view(-1).to(device, non_blocking=True)
 
 
 def _spread(tensor: Tensor) -> Tensor:
@@ -194,6 +197,11 @@ def _spread(tensor: Tensor) -> Tensor:
 
 def distributions(samples: np.ndarray) -> np.ndarray:
     """Percentiles and exponent counts of each row of a sample: one row of a distribution frame."""
+    slabs = range(0, len(samples), max(1, SLAB // samples.shape[1]))
+    return np.concatenate([_distributions(samples[at : at + slabs.step]) for at in slabs])
+
+
+def _distributions(samples: np.ndarray) -> np.ndarray:
     out = np.zeros((len(samples), len(PERCENTILES) + EXPONENT_BINS), dtype=np.float32)
     finite = np.where(np.isfinite(samples), samples, np.nan)
     ordered = np.sort(finite, axis=1)  # nan last

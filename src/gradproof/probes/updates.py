@@ -75,7 +75,7 @@ class UpdateProbe:
         elif gradients:
             finite &= step.measure("gradient", gradients)
             self._follow_direction(step, number, gradients)
-        self._parameters.got_gradients(held)
+        self._parameters.got_gradients(held, optimizer)
         return finite
 
     def copy_weights(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:

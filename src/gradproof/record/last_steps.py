@@ -7,13 +7,13 @@ Where a rank has died, it says what the numbers did in the steps before, of whic
 from __future__ import annotations
 
 import math
-import mmap
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gradproof.files import read_file
 from gradproof.record.prints import TENSOR_HEADER, unpack_tensors
+from gradproof.record.writer import RunWriter, Store
 
 LAST_STEPS_FILE = "last_steps.bin"
 STEPS = 32
@@ -26,20 +26,20 @@ HEAD = 8  # bytes: the size of a place
 class LastSteps:
     """Keeps records in a ring; made when the first one tells how large they are."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._map: mmap.mmap | None = None
+    def __init__(self, writer: RunWriter, failed: Callable[[OSError], None]) -> None:
+        self._writer, self._failed = writer, failed
+        self._store: Store | None = None
         self._place = self._steps = self._count = 0
         self._given_up = False
 
     def keep(self, record: bytes) -> None:
-        """A step's record; one that is larger than its place is not kept, a disk that takes no file is no trouble."""
-        if self._map is None and not self._given_up:
+        """A step's record; one that is larger than its place is not kept, nor any on a disk that has no room."""
+        if self._store is None and not self._given_up:
             self._make(2 * len(record))  # landmarks have more tensors than the steps between them
-        if self._map is None or len(record) > self._place:
+        if self._store is None or len(record) > self._place:
             return
         at = HEAD + self._count % self._steps * self._place
-        self._map[at : at + len(record)] = record
+        self._store(at, record)
         self._count += 1
 
     def _make(self, place: int) -> None:
@@ -47,22 +47,11 @@ class LastSteps:
         self._given_up = True
         if self._steps < FEWEST:
             return
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._folder / LAST_STEPS_FILE, flags, 0o644)
-        except OSError:
-            return
-        try:
-            size = HEAD + place * self._steps
-            os.ftruncate(descriptor, size)
-            if hasattr(os, "posix_fallocate"):  # a full disk says so here, not by a signal later
-                os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
-            self._map[:HEAD] = place.to_bytes(HEAD, "little")
-        except (OSError, ValueError):
-            self._map = None
-        finally:
-            os.close(descriptor)
+            self._store = self._writer.open_ring(LAST_STEPS_FILE, HEAD + place * self._steps)
+            self._store(0, place.to_bytes(HEAD, "little"))
+        except OSError as error:
+            self._failed(error)
 
 
 def read_last_steps(folder: Path) -> dict[int, dict[int, float]]:

@@ -64,6 +64,20 @@ PARAMETER = record(
     },
 )
 
+
+def number_or_list(value: Any) -> Any:
+    return list_of(maybe(number))(value) if isinstance(value, list) else number(value)
+
+
+SETTINGS = record(
+    {},
+    {
+        **{key: maybe(number) for key in ("lr", "weight_decay", "momentum")},
+        "betas": maybe(list_of(number, fewest=2)),
+        "eps": maybe(number_or_list),  # Adafactor has two
+    },
+)
+
 OPTIMIZER = record(
     {},
     {
@@ -71,7 +85,7 @@ OPTIMIZER = record(
         "class": name,
         "line": name,
         "base_lr": maybe(number),
-        "groups": list_of(map_of(anything)),
+        "groups": list_of(SETTINGS),
     },
 )
 
@@ -248,6 +262,8 @@ INFO: dict[str, Shape] = {
     "thinned": whole,
     "prints": list_of(print_of_tensor),
     "frames_ended": whole,
+    "tensors_left_out": whole,
+    "parameters_left_out": whole,
 }
 
 VERDICT = record(

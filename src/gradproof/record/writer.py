@@ -6,6 +6,7 @@ may keep it waiting is left to a thread.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from gradproof.errors import warn
-from gradproof.record.disk import Aside, Files, is_network
+from gradproof.files import map_new_file
+from gradproof.record.disk import Aside, Files, is_local
 from gradproof.record.schema import (
     CUT_OFF_FILE,
     EVENTS_FILE,
@@ -36,6 +38,8 @@ from gradproof.record.thinner import FrameFile
 
 MOST_WAITED = 10.0  # seconds that training may wait for the disk
 PLACES = {name: place for place, name in enumerate(STEP_COLUMNS)}
+MOST_NAMED, A_TENSOR = 24 << 20, 80  # bytes of run.json that tensors may take, and one without its name
+Store = Callable[[int, bytes], None]  # puts bytes in a place of a file
 A_WAIT = 0.25  # seconds; what is shorter may as well be a busy processor
 
 
@@ -47,6 +51,7 @@ class RunWriter:
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
         self._numbers: dict[tuple[str, str], int] = {}
+        self._named = 0  # bytes
         self._info_changed = True
         self._waited = 0.0  # seconds that training has waited for the disk
         self._aside: Aside | None = None
@@ -58,7 +63,7 @@ class RunWriter:
             self._give_up(error)
         self._files = Files(self.path)
         self._frames = FrameFile(self._files, FRAMES_FILE)
-        if self._made and is_network(self.path):
+        if self._made and not is_local(self.path):
             self._aside = Aside()
         self._do(self._files.append, STEPS_FILE, (",".join(STEP_COLUMNS) + "\n").encode())
         self.save_info()
@@ -66,9 +71,17 @@ class RunWriter:
         self._sinks.tell("begin", self.path, self._info)
 
     def add_tensor(self, kind: str, name: str, **facts: Any) -> int:
-        """The number of a tensor, given at first sight; facts such as shape and dtype are kept in run.json."""
+        """The number of a tensor, given at first sight; facts such as shape and dtype are kept in run.json.
+
+        -1 where names take too much room already: rows with it are not written.
+        """
         number = self._numbers.get((kind, name))
         if number is None:
+            self._named += len(name) + A_TENSOR
+            if self._named > MOST_NAMED:
+                self._numbers[kind, name] = -1
+                self.set_info(tensors_left_out=self._info.get("tensors_left_out", 0) + 1)
+                return -1
             number = self._numbers[kind, name] = len(self._numbers)
             self._info["tensors"].append({"kind": kind, "name": name, **facts})
             self._info_changed = True
@@ -91,6 +104,8 @@ class RunWriter:
 
     def write_frame(self, content: int, step: int, numbers: np.ndarray, values: np.ndarray) -> None:
         """The statistics of one step; names must be on disk before the numbers that refer to them."""
+        if len(numbers) and numbers.min() < 0:
+            numbers, values = numbers[numbers >= 0], values[numbers >= 0]
         self.save_info()
         self._do(self._frames.append, step, pack_frame(content, step, numbers, values))
         if not self._sinks.listening:
@@ -110,6 +125,16 @@ class RunWriter:
     def append(self, name: str, data: bytes) -> None:
         """To a file beside the others, as it is: a whole record, the script that ran."""
         self._do(self._files.append, name, data)
+
+    def open_ring(self, name: str, size: int) -> Store:
+        """A file whose parts are written over. It is mapped into memory: a killed process loses nothing.
+
+        Not so on a disk that may hang, where pages are waited for, too. OSError where there is no room.
+        """
+        if self._aside is not None:
+            self._do(self._files.write_at, name, size - 1, b"\0")
+            return functools.partial(self._do, self._files.write_at, name)
+        return map_ring(self.path / name, size)
 
     def save_info(self) -> None:
         """Replace run.json as a whole, if something in it changed."""
@@ -174,6 +199,15 @@ class RunWriter:
         except OSError:
             with suppress(OSError):
                 self._files.make_empty(CUT_OFF_FILE)
+
+
+def map_ring(file: Path, size: int) -> Store:
+    mapped = map_new_file(file, size)
+
+    def store(place: int, data: bytes) -> None:
+        mapped[place : place + len(data)] = data
+
+    return store
 
 
 def new_directory(path: Path) -> Path:

@@ -80,7 +80,8 @@ def _in_order(curve: Curve) -> Curve:
 
 def _range(values: np.ndarray) -> tuple[float, float]:
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    room = max(0.5, abs(low) * 1e-6)  # around one value: at 1e19, a half is nothing
+    return (low, high) if high > low else (low - room, high + room)
 
 
 def _trace(place: np.ndarray, rows: np.ndarray, across: int, down: int) -> np.ndarray:
