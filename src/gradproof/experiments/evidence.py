@@ -182,7 +182,7 @@ class Evidence:
                     found.updates[slot] = player.value(slot).detach() - tape.leaf_value(slot)
 
         looks.setdefault(len(tape.operations), []).append(look)
-        replay_exactly(tape, at=looks)
+        replay_exactly(tape, at=looks, compare=False)
         return found
 
     @property
