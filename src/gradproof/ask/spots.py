@@ -128,7 +128,7 @@ def values_of(evidence: Evidence, spots: list[Spot]) -> dict[Spot, Tensor]:
     for spot in spots:
         value = replayed.get(spot.slot)
         if spot.gradient:
-            value = evidence.aftermath.gradients.get(spot.slot)
+            value = evidence.gradients.get(spot.slot)
         elif tape.slots[spot.slot].made_by is None and is_kept(evidence, spot.slot):
             value = tape.leaf_value(spot.slot)
         if value is not None:

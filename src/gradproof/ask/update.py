@@ -114,7 +114,7 @@ def in_float64(value: Any) -> Any:
             else value
         )
     return (
-        value.detach().double().clone()
+        value.detach().to(torch.float64, copy=True)
         if value.is_floating_point() and value.dim()
         else value.detach().clone()
     )
@@ -123,12 +123,13 @@ def in_float64(value: Any) -> Any:
 def judge(evidence: Evidence, slot: int, right: Tensor | None) -> Row:
     change, weight = evidence.updates[slot], evidence.tape.leaf_value(slot)
     row: Row = {"parameter": evidence.slot(slot).name, "change": length(change)}
-    row["of_the_weight"] = relative(row["change"], length(weight))
+    whole = length(weight)
+    row["of_the_weight"] = relative(row["change"], whole)
     if right is None or right.shape != change.shape:
         return {**row, "rule": None, "off": None, "verdict": "not compared"}
     # a change is the difference of two rounded weights: what their last digit takes away is nobody's fault
     eps = torch.finfo(change.dtype).eps
-    rounding = 2 * eps * length(weight) + 1e-30
+    rounding = 2 * eps * whole + 1e-30
     size, apart = length(right), length(right.sub_(change))
     off = relative(max(0.0, apart - rounding), size)
     ok = off <= ALLOWED or (evidence.slot(slot).dtype in HALF and apart <= rounding)

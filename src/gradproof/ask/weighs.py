@@ -20,7 +20,7 @@ def answer(asked: Asked) -> Answer:
     samples, silent, count = samples_of(evidence, slots[:1])
     squares = {
         slot: float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
-        for slot, g in evidence.aftermath.gradients.items()
+        for slot, g in evidence.gradients.items()
     }
     total = sum(squares.values())
     parameters: list[Row] = [

@@ -20,7 +20,8 @@ from gradproof.tape.cuts import Cut, find_cuts
 from gradproof.tape.locate import find_never_written
 from gradproof.tape.nodes import NodeReport, begins_before, check_nodes
 from gradproof.tape.operations import Slot, Tape, references
-from gradproof.tape.pattern import describe_difference, size_distance_cosine, wide
+from gradproof.tape.operators import FRESH
+from gradproof.tape.pattern import cosine, describe_difference, distance_between, wide
 from gradproof.tape.player import Replay
 from gradproof.tape.replay import collect, differentiate, real_contributions, replay_exactly
 
@@ -29,6 +30,7 @@ NOTHING_TO_COMPARE = "the float64 replay brings no gradient to it"
 COARSE = 0.05  # of a gradient: where rounding may take more, the nodes are asked one by one
 CHAOTIC = 0.5  # of a gradient: where it may take more than this, the whole says nothing
 NOTHING = 1e-9  # of what was summed in float64: what is left is rounding
+CLOSE = 1e-5  # of a gradient
 FINE = 1e-4  # a step whose roundings add up to less can tell zero from small by itself
 
 
@@ -240,8 +242,15 @@ def _replay_real_step(tape: Tape, fresh: float, scaled: tuple[int, int] | None) 
     final: dict[int, torch.Tensor] = {}
     for parameter, (at, gradient) in tape.final_gradients.items():
         looks.setdefault(at, []).append(collect(final, parameter, gradient))
-    exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh)
+    exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh, until=_before_update(tape, looks))
     return _RealStep(exact, auditor, gradients, final)
+
+
+def _before_update(tape: Tape, looks: dict[int, list]) -> int | None:
+    """Behind the last look, if there is only an update to come, and no memory in it that somebody has to write."""
+    last = max(looks, default=len(tape.operations)) + 1
+    rest = tape.operations[last:]
+    return last if all(op.phase == "optimizer" and op.name not in FRESH for op in rest) else None
 
 
 def _scaled_loss(tape: Tape) -> tuple[int, int] | None:
@@ -300,10 +309,11 @@ def _judge_one(
         text = NOTHING_TO_COMPARE
         there = float(torch.linalg.vector_norm(wide(got))) / scale
         return ParameterGradient(slot.name, there, 0.0, math.inf, 0.0, 0.0, verdict, text)
-    size, distance, angle = size_distance_cosine(got, right)
-    noise = 0.0 if mine is None else size_distance_cosine(mine, right)[1]
+    size = float(torch.linalg.vector_norm(right))
+    noise = 0.0 if mine is None else distance_between(mine, right)
     # eight times the measured rounding, and at least the random walk of one rounding an operation
     floor = max(8 * noise, walk * size, 1e-5 * size)
+    distance = distance_between(got, right)
     error, tolerance = (distance / size, floor / size) if size > 0 else (distance, floor)
     if not math.isfinite(distance):
         verdict = "not finite"
@@ -315,7 +325,9 @@ def _judge_one(
         verdict = "right" if tolerance <= CHAOTIC else "undecided"
     pattern = describe_difference(got, right, tolerance) if verdict == "wrong" else ""
     relative_noise = noise / size if size > 0 else noise
-    angle = angle if size > 0 and math.isfinite(distance) else 0.0
+    angle = 1.0  # to nine digits, where they are so close
+    if not error <= CLOSE:
+        angle = cosine(got, right) if size > 0 and math.isfinite(distance) else 0.0
     return ParameterGradient(
         slot.name, error, relative_noise, tolerance, angle, size / scale, verdict, pattern
     )
