@@ -131,6 +131,8 @@ WRONG = ("wrong-gradient",)
         ((falling(0.5, 0.05),), (falling(0.505, 0.06),), "no difference"),
         ((falling(0.5),), (NAN,), "worse"),
         ((NAN, *WRONG), (falling(0.5),), "fixed"),
+        ((NAN, *WRONG), (falling(0.5), *WRONG), "better"),  # the finding is still there: not fixed
+        ((NAN, *WRONG), (falling(2.0, 0.1), *WRONG), "no difference"),  # no NaN yet, and nothing is learned
         ((falling(0.5), *WRONG), (falling(0.5), "dead-activation"), "worse"),  # one cause for another
     ],
 )

@@ -118,14 +118,17 @@ def value_of(evidence: Evidence, spot: Spot) -> Tensor:
 def values_of(evidence: Evidence, spots: list[Spot]) -> dict[Spot, Tensor]:
     """Of those that can be brought back."""
     tape = evidence.tape
-    made = {s.slot for s in spots if not s.gradient and tape.slots[s.slot].made_by is not None}
-    until = max((tape.slots[slot].made_by or 0 for slot in made), default=-1) + 1
-    replayed = replay_exactly(tape, keep=made, until=until).values if made else {}
+    made = [s.slot for s in spots if not s.gradient and tape.slots[s.slot].made_by is not None]
+    forward = {slot for op in evidence.forward for slot in evidence.flow.makes(op)}
+    replayed = evidence.flow.values([slot for slot in made if slot in forward])
+    if late := [slot for slot in made if slot not in forward]:
+        until = max(tape.slots[slot].made_by or 0 for slot in late) + 1
+        replayed |= replay_exactly(tape, keep=late, until=until, compare=False).values
     found: dict[Spot, Tensor] = {}
     for spot in spots:
         value = replayed.get(spot.slot)
         if spot.gradient:
-            value = evidence.aftermath.gradients.get(spot.slot)
+            value = evidence.gradients.get(spot.slot)
         elif tape.slots[spot.slot].made_by is None and is_kept(evidence, spot.slot):
             value = tape.leaf_value(spot.slot)
         if value is not None:

@@ -238,8 +238,13 @@ def judge(before: Run, after: Run, was: Finding | None, changed: list[str], note
     word = compare(losses[0][:count], losses[1][:count])
     again = shown is not None and has_family(first, shown.family)
     broke = any(text.startswith("problem") for text in new) or bool(second.raised and not first.raised)
+    stays = shown is not None and has_family(second, shown.family)
     if gone and again and not broke and math.isfinite(two):
         word = FIXED
+    elif stays and math.isfinite(two) and not math.isfinite(one):
+        # that it has not become NaN yet may be chance: other random numbers, and it comes later
+        fell = (found := trend(losses[1][:count])) is not None and found.fell
+        word = BETTER if fell else SAME
     elif broke and word == SAME:
         word = WORSE
     return Trial(

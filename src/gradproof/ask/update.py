@@ -26,16 +26,11 @@ def answer(asked: Asked) -> Answer:
         )
     if is_by_hand(evidence):
         raise UserError("the script changes its parameters itself: ask is_the_update_the_textbooks instead")
-    rules, skipped = by_rule(evidence)
-    rows, wrong = [], 0
-    for slot, change in evidence.updates.items():
-        name = evidence.slot(slot).name
-        if below(name, asked.of):
-            row = judge(evidence, slot, change, rules.get(slot))
-            wrong += row["verdict"] == "differs"
-            rows.append(row)
-    if not rows:
+    wanted = [slot for slot in evidence.updates if below(evidence.slot(slot).name, asked.of)]
+    if not wanted:
         raise UserError(f"step {evidence.step} changed nothing called {asked.of!r}")
+    rows, skipped = judged_by_rule(evidence, wanted)
+    wrong = sum(row["verdict"] == "differs" for row in rows)
     rows.sort(key=lambda row: (row["verdict"] != "differs", -row["off"] if row["off"] is not None else 1.0))
     judged = [row for row in rows if row["off"] is not None]
     if not judged:
@@ -68,50 +63,39 @@ def answer(asked: Asked) -> Answer:
     )
 
 
-def by_rule(evidence: Evidence) -> tuple[dict[int, Tensor], list[str]]:
-    """What each optimizer at work makes of its state and the gradients that it saw, by slot; and what was left out."""
-    found: dict[int, Tensor] = {}
+def judged_by_rule(evidence: Evidence, wanted: list[int]) -> tuple[list[Row], list[str]]:
+    """The change of each slot beside what its optimizer's rule makes of it; and what was left out."""
+    rows: dict[int, Row] = {}
     skipped = []
-    slots = {evidence.slot(slot).name: slot for slot in evidence.updates}
+    slots = {evidence.slot(slot).name: slot for slot in wanted}
     slot_of = {id(p): slots[name] for name, p in named_parameters(evidence).items() if name in slots}
     for optimizer in at_work(evidence):
         if not is_known(optimizer):
             skipped.append(f"{type(optimizer).__name__} is none of PyTorch's own: its rule is not known")
             continue
         try:
-            found |= step_in_float64(optimizer, evidence, slot_of)
+            for group, parameter in [(g, p) for g in optimizer.param_groups for p in g["params"]]:
+                slot = slot_of.get(id(parameter))
+                if slot is not None and slot in evidence.aftermath.gradients:
+                    right = step_in_float64(optimizer, group, parameter, evidence, slot)
+                    rows[slot] = judge(evidence, slot, right)
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
             skipped.append(f"{type(optimizer).__name__} could not be made again: {error}")
-    return found, skipped
+    return [rows.get(slot) or judge(evidence, slot, None) for slot in wanted], skipped
 
 
 def step_in_float64(
-    optimizer: torch.optim.Optimizer, evidence: Evidence, slot_of: dict[int, int]
-) -> dict[int, Tensor]:
-    groups: list[dict[str, Any]] = []
-    copies: dict[int, Tensor] = {}
-    states: dict[int, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        mine = []
-        for parameter in group["params"]:
-            slot = slot_of.get(id(parameter))
-            if slot is None or slot not in evidence.aftermath.gradients:
-                continue
-            copy = evidence.tape.leaf_value(slot).detach().double().clone().requires_grad_()
-            copy.grad = evidence.aftermath.gradients[slot].double()
-            states[slot] = state_before(optimizer.state.get(parameter, {}), parameter)
-            copies[slot] = copy
-            mine.append(copy)
-        if mine:
-            groups.append({**group, "params": mine, **{k: v for k, v in ONE_BY_ONE.items() if k in group}})
-    if not groups:
-        return {}
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, evidence: Evidence, slot: int
+) -> Tensor:
+    """The change of one parameter: a rule looks at no other, and a large model does not fit twice."""
+    weight = evidence.tape.leaf_value(slot).detach()
+    copy = weight.to(torch.float64, copy=True).requires_grad_()
+    copy.grad = evidence.aftermath.gradients[slot].double()
     make: Any = type(optimizer)
-    made = make(groups)
-    for slot, copy in copies.items():
-        made.state[copy] = states[slot]
+    made = make([{**group, "params": [copy], **{k: v for k, v in ONE_BY_ONE.items() if k in group}}])
+    made.state[copy] = state_before(optimizer.state.get(parameter, {}), parameter)
     made.step()
-    return {slot: copy.detach() - evidence.tape.leaf_value(slot).double() for slot, copy in copies.items()}
+    return copy.detach().sub_(weight)
 
 
 def state_before(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -130,22 +114,29 @@ def in_float64(value: Any) -> Any:
             else value
         )
     return (
-        value.detach().double().clone()
+        value.detach().to(torch.float64, copy=True)
         if value.is_floating_point() and value.dim()
         else value.detach().clone()
     )
 
 
-def judge(evidence: Evidence, slot: int, change: Tensor, right: Tensor | None) -> Row:
-    row: Row = {"parameter": evidence.slot(slot).name, "change": float(change.double().norm())}
-    weight = evidence.tape.leaf_value(slot).double()
-    row["of_the_weight"] = relative(row["change"], float(weight.norm()))
+def judge(evidence: Evidence, slot: int, right: Tensor | None) -> Row:
+    change, weight = evidence.updates[slot], evidence.tape.leaf_value(slot)
+    row: Row = {"parameter": evidence.slot(slot).name, "change": length(change)}
+    whole = length(weight)
+    row["of_the_weight"] = relative(row["change"], whole)
     if right is None or right.shape != change.shape:
         return {**row, "rule": None, "off": None, "verdict": "not compared"}
     # a change is the difference of two rounded weights: what their last digit takes away is nobody's fault
     eps = torch.finfo(change.dtype).eps
-    rounding = 2 * eps * float(weight.abs().double().norm()) + 1e-30
-    apart, size = float((change.double() - right).norm()), float(right.norm())
+    rounding = 2 * eps * whole + 1e-30
+    size, apart = length(right), length(right.sub_(change))
     off = relative(max(0.0, apart - rounding), size)
     ok = off <= ALLOWED or (evidence.slot(slot).dtype in HALF and apart <= rounding)
     return {**row, "rule": size, "off": off, "verdict": "as the rule" if ok else "differs"}
+
+
+def length(tensor: Tensor) -> float:
+    """Its norm, summed up in float64."""
+    real = tensor.abs() if tensor.is_complex() else tensor
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64))

@@ -18,11 +18,14 @@ def answer(asked: Asked) -> Answer:
     slots = [s.slot for s in find_spots(evidence, asked.of)] if asked.of else scores(evidence)
     terms = terms_of(evidence)
     samples, silent, count = samples_of(evidence, slots[:1])
-    weights = sorted(evidence.aftermath.gradients.items(), key=lambda pair: -float(pair[1].double().norm()))
-    total = sum(float(g.double().square().sum()) for _, g in weights)
+    squares = {
+        slot: float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2
+        for slot, g in evidence.gradients.items()
+    }
+    total = sum(squares.values())
     parameters: list[Row] = [
-        {"what": f"parameter {evidence.slot(s).name}", "share": float(g.double().square().sum()) / total}
-        for s, g in weights[:8]
+        {"what": f"parameter {evidence.slot(s).name}", "share": squares[s] / total}
+        for s in sorted(squares, key=lambda s: -squares[s])[:8]
         if total > 0
     ]
     if not (terms or samples or parameters):

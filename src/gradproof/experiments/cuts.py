@@ -397,5 +397,5 @@ def trained_behind(evidence: Evidence, slot: int) -> set[int]:
 def value_of(evidence: Evidence, term: int) -> float | None:
     """What a term was worth."""
     with suppress(CannotReplay, RuntimeError, KeyError):
-        return float(replay_exactly(evidence.tape, keep=[term]).values[term])
+        return float(replay_exactly(evidence.tape, keep=[term], compare=False).values[term])
     return None

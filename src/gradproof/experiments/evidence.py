@@ -171,9 +171,7 @@ class Evidence:
         """The step replayed as it was, to its end: the gradients that the optimizer saw, and what it did with them."""
         tape = self.tape
         found = Aftermath({}, {})
-        looks: dict[int, list[Any]] = {}
-        for parameter, (at, gradient) in tape.final_gradients.items():
-            looks.setdefault(at, []).append(collect(found.gradients, parameter, gradient))
+        looks = self._looks_at_gradients(found.gradients)
         stepped = list(dict.fromkeys(tape.stepped))
 
         def look(player: Any) -> None:
@@ -182,8 +180,24 @@ class Evidence:
                     found.updates[slot] = player.value(slot).detach() - tape.leaf_value(slot)
 
         looks.setdefault(len(tape.operations), []).append(look)
-        replay_exactly(tape, at=looks)
+        replay_exactly(tape, at=looks, compare=False)
         return found
+
+    @cached_property
+    def gradients(self) -> dict[int, Tensor]:
+        """By slot, the gradient that the optimizer saw; what it did with it is not replayed."""
+        if "aftermath" in vars(self):
+            return self.aftermath.gradients
+        found: dict[int, Tensor] = {}
+        looks = self._looks_at_gradients(found)
+        replay_exactly(self.tape, at=looks, until=max(looks, default=0) + 1, compare=False)
+        return found
+
+    def _looks_at_gradients(self, into: dict[int, Tensor]) -> dict[int, list[Any]]:
+        looks: dict[int, list[Any]] = {}
+        for parameter, (at, gradient) in self.tape.final_gradients.items():
+            looks.setdefault(at, []).append(collect(into, parameter, gradient))
+        return looks
 
     @property
     def updates(self) -> dict[int, Tensor]:

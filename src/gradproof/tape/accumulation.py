@@ -40,10 +40,14 @@ def judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -
         parts = [
             call[slot] for index, call in real.items() if slot in call and cleared <= ends[index] <= read_at
         ]
-        if not parts or not bool(torch.isfinite(value).all()):
+        if not parts:
             continue
-        total = sum(parts[1:], parts[0])
-        how = _accumulation_fault(value, parts, total, _stale_gradient(tape, slot))
+        total, old = sum(parts[1:], parts[0]), _stale_gradient(tape, slot)
+        if old is None and value.dtype == total.dtype and torch.equal(value, total):
+            continue  # the very sum, as it almost always is
+        if not bool(torch.isfinite(value).all()):
+            continue
+        how = _accumulation_fault(value, parts, total, old)
         if how:
             found.append(Accumulation(tape.slots[slot].name, how))
     return found

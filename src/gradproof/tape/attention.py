@@ -44,6 +44,8 @@ def attention_weights(
         scores = scores.masked_fill(~allowed, -math.inf)
     if isinstance(bias, torch.Tensor):
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    if not isinstance(bias, torch.Tensor):
+        return torch.softmax(scores, -1), key, value, factor
     nothing = scores.amax(-1, keepdim=True) == -math.inf  # a row without any key gives zero, not NaN
     weights = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
     return weights, key, value, factor

@@ -94,7 +94,7 @@ def measure_gains(tape: Tape) -> Gains:
     for backward in tape.top_backwards:
         for at, slot, gradient in backward.received:
             looks.setdefault(at, []).append(_measure_gradient(sizes, slot, gradient))
-    replay_exactly(tape, at=looks)
+    replay_exactly(tape, at=looks, compare=False)
     counts: Counter[str] = Counter()
     modules = []
     for number, call in enumerate(tape.modules):

@@ -72,12 +72,16 @@ class Player:
         follow_cuts: bool = False,
         replace: Mapping[int, Callable] | None = None,
         open_functions: bool = True,
+        compare: bool = False,
     ) -> None:
         tape.put_in_place()
         self.tape, self.dtype, self.fresh, self.autograd = tape, dtype, fresh, autograd
+        self.comparing = compare
+        self.last_write = tape.last_write  # of what is played: memory -> the last operation that changes it
         self.follow_cuts = follow_cuts
         self.env: dict[int, torch.Tensor] = {}
         self.keep, self.gradients_at = set(keep), set(gradients_at)
+        self.edges: dict[int, Any] = {}  # into the graph, of the slots whose gradients are asked for
         self.replace = replace or {}
         self.replay = Replay()
         self.saving = Saving()
@@ -106,7 +110,7 @@ class Player:
             raise CannotReplay(f"{self.tape.slots[slot]} is not available")
         if id(memory) not in self.flats:
             flat = converted(memory.flat, self.dtype)
-            changes = self.tape.slots[slot].storage in self.tape.last_write
+            changes = self.tape.slots[slot].storage in self.last_write
             self.flats[id(memory)] = (
                 flat.detach().clone() if flat is memory.flat and changes else flat.detach()
             )
@@ -132,6 +136,7 @@ class Player:
         if slot in self.gradients_at and tensor.requires_grad:
             found = self.replay.slot_gradients
             tensor.register_hook(lambda gradient: found.__setitem__(slot, gradient.detach()))
+            self.edges[slot] = torch.autograd.graph.get_gradient_edge(tensor)
 
     # -- playing
 
@@ -146,10 +151,12 @@ class Player:
         """Plays the operations in order, dropping what no later one (nor `keep_for`) needs."""
         at = at or {}
         dies = self._last_uses(operations, keep_for)
+        self.last_write = self._last_writes(operations, keep_for)
         calls = {call.first: call for call in self.tape.top_backwards}
         pending = sorted(calls)
         plain = self.dtype is None and not self.overrides and not self.replace
-        compare = plain and not self.tape.compiled  # whose results are those of other code
+        # compiled: what was recorded are the results of other code
+        compare = self.comparing and plain and not self.autograd and not self.tape.compiled
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # the step has said them once
@@ -167,7 +174,7 @@ class Player:
                 if before is not None:
                     before(self, operation)
                 self.step(operation)
-                if compare and not self.autograd:
+                if compare:
                     self.compare(operation)
                 if after is not None:
                     after(self, operation)
@@ -202,14 +209,17 @@ class Player:
                 dies.setdefault(index, []).append(slot)
         return dies
 
+    def _last_writes(self, operations: list[Operation], keep_for: Operation | None) -> dict[int, int]:
+        """What stays as it is until the end of the play need not be copied: an update comes after it."""
+        played = operations if keep_for is None else [*operations, keep_for]
+        return {self.tape.slots[slot].storage: op.index for op in played for slot in op.writes}
+
     def step(self, operation: Operation) -> None:
         """One operation; one that cannot be run leaves its slots empty and a note."""
         if not operation.results and not operation.writes:
             return
         touched = {self.tape.slots[slot].storage for slot in (*operation.reads, *operation.makes)}
-        self.saving.clone = any(
-            self.tape.last_write.get(storage, -1) > operation.index for storage in touched
-        )
+        self.saving.clone = any(self.last_write.get(storage, -1) > operation.index for storage in touched)
         followed = operation.grad_enabled or (
             # inside a custom function, or the copy that its apply makes of an input returned as it is
             self.autograd and (operation.call is not None or self._followed(operation))
@@ -349,6 +359,11 @@ class Player:
                 (slot, tensor) for slot, tensor in self.env.items() if tensor.requires_grad and tensor.is_leaf
             ]
         wanted = [(slot, tensor) for slot, tensor in targets if tensor.requires_grad]
+        alone = self.gradients_at and self.tape.top_backwards == [call] and call.inputs is None
+        if alone:  # nothing below those slots has to be differentiated; their hooks take what arrives
+            wanted = list(self.edges.items())
+        if not wanted:
+            return
         gradients = torch.autograd.grad(
             [root for root, _ in pairs],
             [tensor for _, tensor in wanted],
@@ -357,6 +372,8 @@ class Player:
             create_graph=call.create_graph,
             allow_unused=True,
         )
+        if alone:
+            return
         dense = [g.to_dense() if g is not None and g.layout != torch.strided else g for g in gradients]
         found = {slot: g for (slot, _), g in zip(wanted, dense, strict=True) if g is not None}
         if call.inputs is not None:

@@ -41,9 +41,13 @@ def replay_exactly(
     before: Callable[[Player, Operation], None] | None = None,
     after: Callable[[Player, Operation], None] | None = None,
     replace: Mapping[int, Callable] | None = None,
+    compare: bool = True,
 ) -> Replay:
-    """Every recorded operation again, backward and optimizer included; `at`, `before` and `after` look on."""
-    player = Player(tape, None, leaves, keep=keep, fresh=fresh, replace=replace)
+    """Every recorded operation again, backward and optimizer included; `at`, `before` and `after` look on.
+
+    `compare` holds each result against the recorded one: `departs_at` names the first that differs.
+    """
+    player = Player(tape, None, leaves, keep=keep, fresh=fresh, replace=replace, compare=compare)
     player.play(tape.operations[:until], at=at, before=before, after=after)
     return player.replay
 
@@ -56,7 +60,10 @@ def differentiate(
     gradients_at: Iterable[int] = (),
     follow_cuts: bool = False,
 ) -> Replay:
-    """PyTorch's derivative of the recorded forward, whatever hand-written backwards say."""
+    """PyTorch's derivative of the recorded forward, whatever hand-written backwards say.
+
+    With `gradients_at`, and one backward in the step: the gradients at those slots, and no others.
+    """
     player = Player(
         tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
     )
@@ -86,7 +93,10 @@ def collect(into: dict[int, torch.Tensor], slot: int, gradient: int) -> Callable
             value = player.value(gradient).detach()
         except CannotReplay:
             return
-        value = value.to_dense() if value.layout != torch.strided else value.clone()
+        if value.layout != torch.strided:
+            value = value.to_dense()
+        elif player.tape.slots[gradient].storage in player.last_write:
+            value = value.clone()
         into[slot] = into[slot] + value if slot in into else value
 
     return look

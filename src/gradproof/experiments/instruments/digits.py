@@ -96,9 +96,9 @@ class Swallowed:
 
 def swallowed_updates(evidence: Evidence) -> Iterator[Swallowed]:
     """Update: of tensors in half precision, entries with a gradient that stay as they are to the last bit."""
-    for slot in evidence.tape.stepped:
+    for slot in [slot for slot in evidence.tape.stepped if evidence.slot(slot).dtype in HALF]:
         change, gradient = evidence.updates.get(slot), evidence.aftermath.gradients.get(slot)
-        if change is None or evidence.slot(slot).dtype not in HALF:
+        if change is None:
             continue
         wanted = torch.ones_like(change, dtype=torch.bool) if gradient is None else gradient != 0
         if wanted.shape == change.shape:
