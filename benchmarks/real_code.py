@@ -1,0 +1,196 @@
+"""Public training code under gradproof, unchanged: what it says, and how long it takes.
+
+    python benchmarks/real_code.py --clone CLONES     prints the commands that fetch it, each at its commit
+    python benchmarks/real_code.py CLONES OUT         runs all of it and prints the table of docs/real_code.md
+    python benchmarks/real_code.py CLONES OUT --only minimalRL
+
+Only scripts that download nothing: their data are in the repository, or made by the script. Some need packages that
+gradproof does not: gym 0.26, gymnasium, einops, einx, loguru, matplotlib, scipy, tyro. Each script runs in a copy, for
+at most so many steps and seconds; its run stays in OUT. True or false is a person's judgement, and stands in the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradproof import diagnose
+
+COMMITS = {
+    "graykode/nlp-tutorial": "d05e31ec81d56d70c1db89b99ab07e948f7ebc11",
+    "kamenbliznashki/normalizing_flows": "97a73a01bcee3ac8015dfeeb3cffb035ec39a1f2",
+    "karpathy/makemore": "988aa59e4d8fefa526d06f3b453ad116258398d4",
+    "karpathy/minGPT": "37baab71b9abea1b76ab957409a1cc2fbfba8a26",
+    "karpathy/ng-video-lecture": "52201428ed7b46804849dea0b3ccf0de9df1a5c3",
+    "locuslab/TCN": "2f8c2b817050206397458dfd1f5a25ce8a32fe65",
+    "lucidrains/x-transformers": "9252ed7838021ee61e6c5be0930b3a9a88efdf06",
+    "MorvanZhou/PyTorch-Tutorial": "dbe154a9e56635e51c6b0c2ccea8ae36cfb585a7",
+    "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
+    "rtqichen/torchdiffeq": "657943acefa826ef04c025ebeb1ff5e9d60dc268",
+    "seungeunrho/minimalRL": "c8efed8481e3cd40e9739cfde220a55522555b57",
+    "tonyduan/normalizing-flows": "3ee9127e3753be3878a0a4fd3ea435ff2d31d143",
+    "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+    "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A command line in a folder of a repository; `prepare` makes its data first."""
+
+    repository: str
+    folder: str
+    command: str
+    prepare: str = ""
+
+
+TRAININGS = (
+    Training("graykode/nlp-tutorial", "1-1.NNLM", "NNLM.py"),
+    Training("graykode/nlp-tutorial", "2-1.TextCNN", "TextCNN.py"),
+    Training("graykode/nlp-tutorial", "4-1.Seq2Seq", "Seq2Seq.py"),
+    Training("graykode/nlp-tutorial", "4-3.Bi-LSTM(Attention)", "'Bi-LSTM(Attention).py'"),
+    Training("graykode/nlp-tutorial", "5-1.Transformer", "Transformer.py"),
+    Training(
+        "kamenbliznashki/normalizing_flows", ".", "planar_flow.py --train --target_potential u_z1 --no_cuda"
+    ),
+    Training(
+        "kamenbliznashki/normalizing_flows", ".", "bnaf.py --train --dataset u_z1 --n_steps 300 --lr 0.01"
+    ),
+    Training("karpathy/makemore", ".", "makemore.py --type transformer -n 0"),
+    Training("karpathy/makemore", ".", "makemore.py --type rnn -n 0"),
+    Training("karpathy/minGPT", "projects/adder", "adder.py --trainer.num_workers=0"),
+    Training("karpathy/ng-video-lecture", ".", "bigram.py"),
+    Training("locuslab/TCN", "TCN/adding_problem", "add_test.py --cuda --seq_len 100"),
+    Training("locuslab/TCN", "TCN/copy_memory", "copymem_test.py --cuda --blank_len 100"),
+    Training("lucidrains/x-transformers", ".", "train_copy.py"),
+    Training("lucidrains/x-transformers", ".", "train_parity.py"),
+    Training("MorvanZhou/PyTorch-Tutorial", "tutorial-contents", "301_regression.py"),
+    Training("MorvanZhou/PyTorch-Tutorial", "tutorial-contents", "302_classification.py"),
+    Training("MorvanZhou/PyTorch-Tutorial", "tutorial-contents", "403_RNN_regressor.py"),
+    Training("MorvanZhou/PyTorch-Tutorial", "tutorial-contents", "406_GAN.py"),
+    Training("pytorch/examples", "regression", "main.py"),
+    Training("pytorch/examples", "time_sequence_prediction", "train.py", prepare="generate_sine_wave.py"),
+    Training("pytorch/examples", "reinforcement_learning", "reinforce.py"),
+    Training("pytorch/examples", "reinforcement_learning", "actor_critic.py"),
+    Training("rtqichen/torchdiffeq", "examples", "ode_demo.py"),
+    Training("seungeunrho/minimalRL", ".", "REINFORCE.py"),
+    Training("seungeunrho/minimalRL", ".", "dqn.py"),
+    Training("seungeunrho/minimalRL", ".", "ppo.py"),
+    Training("seungeunrho/minimalRL", ".", "sac.py"),
+    Training("tonyduan/normalizing-flows", "examples", "ex_1d.py"),
+    Training("tonyduan/normalizing-flows", "examples", "ex_2d.py"),
+    Training("vwxyzjn/cleanrl", ".", "cleanrl/ppo.py --total-timesteps 20000"),
+    Training("vwxyzjn/cleanrl", ".", "cleanrl/dqn.py --learning-starts 500 --total-timesteps 20000"),
+    Training("vwxyzjn/cleanrl", ".", "cleanrl/c51.py --learning-starts 500 --total-timesteps 20000"),
+    Training("yunjey/pytorch-tutorial", "tutorials/01-basics/linear_regression", "main.py"),
+)
+
+
+def print_clone_commands(clones: Path) -> None:
+    for repository, commit in COMMITS.items():
+        place = clones / repository
+        print(f"git clone https://github.com/{repository} {place} && git -C {place} checkout {commit}")
+
+
+def find_clone(clones: Path, repository: str) -> Path:
+    """The clone of a repository, if its code is that of the commit named here."""
+    clone = clones / repository
+    if not (clone / ".git").exists():
+        sys.exit(f"{clone} is no clone; --clone {clones} prints the commands that make it")
+    git = ["git", "-C", str(clone)]
+    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    if head != COMMITS[repository]:
+        sys.exit(f"{clone} is at {head}; next: git -C {clone} checkout {COMMITS[repository]}")
+    if subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode:
+        sys.exit(f"{clone} has changed files; next: git -C {clone} checkout -f")
+    return clone
+
+
+def run(training: Training, clone: Path, out: Path, steps: int, seconds: float) -> str:
+    """Runs one training in a copy of its clone and returns its row of the table."""
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "code"
+        shutil.copytree(clone, copy, ignore=shutil.ignore_patterns(".git"))
+        folder = copy / training.folder
+        paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
+        surroundings = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), MPLBACKEND="Agg")
+        if training.prepare:
+            subprocess.run(
+                [sys.executable, *shlex.split(training.prepare)], cwd=folder, env=surroundings, check=True
+            )
+        watch = [
+            sys.executable,
+            "-m",
+            "gradproof",
+            "run",
+            "--quiet",
+            "--steps",
+            str(steps),
+            "--examine",
+            "60s",
+        ]
+        command = [*watch, "--out", str(out), *shlex.split(training.command)]
+        began = time.monotonic()
+        with open(f"{out}.log", "w") as log:
+            process = subprocess.Popen(command, cwd=folder, env=surroundings, stdout=log, stderr=log)
+            wait_for(process, seconds)
+        took = time.monotonic() - began
+    begin = f"| {training.repository} | `{training.command}` |"
+    if not (out / "run.json").exists():
+        return f"{begin} | {took:.0f} | took no step: {out}.log |"
+    found = diagnose(out)
+    said = [f"{c.level} `{c.id}`, {c.confidence}" for c in found.causes if c.level in ("problem", "warning")]
+    return f"{begin} {found.steps} | {took:.0f} | {'<br>'.join(said)} |"
+
+
+def wait_for(process: subprocess.Popen, seconds: float) -> None:
+    """Lets a training run so long, then interrupts it as a person would: the examination still follows."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("clones", type=Path, help="where the clones are: CLONES/OWNER/NAME")
+    parser.add_argument("out", type=Path, nargs="?", help="where the runs are written")
+    parser.add_argument("--clone", action="store_true", help="print the commands that fetch the code")
+    parser.add_argument("--only", default="", help="a regular expression of repositories and scripts")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=90, help="after that a training is interrupted")
+    args = parser.parse_args()
+    if args.clone or args.out is None:
+        return print_clone_commands(args.clones)
+    chosen = [t for t in TRAININGS if re.search(args.only, f"{t.repository} {t.command}")]
+    places = {
+        repository: find_clone(args.clones, repository) for repository in {t.repository for t in chosen}
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    print("| repository | command | steps | seconds | said |\n|---|---|---|---|---|", flush=True)
+    for training in chosen:
+        name = re.sub(r"\W+", "-", f"{training.repository} {training.command}").strip("-")
+        out = (args.out / name).resolve()
+        shutil.rmtree(out, ignore_errors=True)
+        print(run(training, places[training.repository], out, args.steps, args.seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
