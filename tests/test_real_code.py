@@ -51,7 +51,8 @@ def test_every_training_has_a_commit():
 def test_a_script_runs_in_a_copy_and_ends(clones, tmp_path):
     training = benchmark.Training("someone/code", "examples", "train.py")
     row = benchmark.run(training, clones / "someone/code", tmp_path / "out", steps=30, seconds=120)
-    assert row.startswith("| someone/code | `train.py` | 30 steps, ")
+    commit = benchmark.COMMITS["someone/code"][:8]
+    assert row.startswith(f"| someone/code | {commit} | `examples/train.py` | 30 steps, ")
     assert sorted(p.name for p in (clones / "someone/code").iterdir()) == [".git", "examples", "helper.py"]
 
 
