@@ -14,6 +14,7 @@ from gradproof import cli
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if p.parent.name != "causes")]
+SHELF = ("CONTRIBUTING.md", "CHANGELOG.md")
 PACKAGES = sorted(p.parent for p in (ROOT / "src" / "gradproof").glob("*/__init__.py"))
 
 TRAIN = '''"""A small training, for pages that run a `train.py` of their reader's."""
@@ -95,10 +96,19 @@ def test_a_page_that_shows_what_was_not_said_fails(tmp_path):
         run_page(page, tmp_path)
 
 
+def anchors_of(page):
+    """What a link may name on a page: its headings in small letters, spaces as dashes, nothing but words."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    for page in [*PAGES, *(DOCS / "causes").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for page in [*PAGES, *(ROOT / name for name in SHELF), *(DOCS / "causes").glob("*.md")]:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            if anchor:
+                there = page.parent / target if target else page
+                assert anchor in anchors_of(there), f"{page.name} links to {target}#{anchor}"
 
 
 def test_every_page_is_in_the_navigation():

@@ -49,6 +49,7 @@ def classify(model, x=X):
 def test_an_axis_too_far(middle, id):
     (found,) = [v for v in are_samples_independent(classify(Net(middle))) if v.id]
     assert found.id == f"axis-or-shape-error/{id}" and "test_experiment_samples.py" in found.where
+    assert ("permute" in found.fix) == (id == "view-for-transpose")
 
 
 def test_time_taken_for_batch():

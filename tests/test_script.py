@@ -138,7 +138,13 @@ def test_killed_runs_can_be_diagnosed(tmp_path):
         ("train.py", "def (:\n", "train.py is not valid Python"),
         ("train.py", "\0\1", "Python"),
         ("train.py", "print('hello')", "without training: backward was never called"),
-        ("train.py", "import nowhere_to_be_found", "raised ModuleNotFoundError without training"),
+        ("train.py", "import nowhere_to_be_found", "raised ModuleNotFoundError without training: mend what"),
+        (
+            "train.py",
+            "raise SystemExit('a file is missing')",
+            "ended without training: backward was never called",
+        ),
+        ("train.py", "raise KeyboardInterrupt", "was interrupted without training"),
         (
             "train.py",
             "import torch\nw = torch.ones(2, requires_grad=True)\n"

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import types
 import weakref
 
 import pytest
@@ -357,3 +358,11 @@ def test_ctc_with_its_lengths_anywhere(device, lengths_on):
     again = replay_forward(tape, keep=made.makes[:1]).values[made.makes[0]]
     each = again / torch.tensor([4.0, 3.0, 2.0], device=device)
     assert float(each.mean()) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_an_interpreter_of_triton_without_a_run_of_its_own_is_left_alone(monkeypatch):
+    """Triton 3.2 gives each interpreted kernel a `run`, and the class none."""
+    old = types.SimpleNamespace(InterpretedFunction=type("InterpretedFunction", (), {}))
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", old)
+    tape, _ = tape_of(*STEPS["encoder"]())
+    assert tape.operations and not hasattr(old.InterpretedFunction, "run")

@@ -253,14 +253,17 @@ def why_nothing_was_trained(outcome, name: str) -> str | None:
         )
     if outcome.steps or outcome.elsewhere:
         return None
-    ended = f"raised {type(outcome.error).__name__}" if outcome.error else "ended"
     if outcome.backwards:
         return (
             f"{name} called backward {outcome.backwards} times, and nothing that got a gradient has changed since: if "
             f"the update is made where it cannot be seen, say so: {HAND_IN}"
         )
+    if isinstance(outcome.error, KeyboardInterrupt):
+        return f"{name} was interrupted without training: backward had not been called yet"
+    if outcome.error:
+        return f"{name} raised {type(outcome.error).__name__} without training: mend what its traceback names first"
     return (
-        f"{name} {ended} without training: backward was never called. Does training hide behind an argument? If it "
+        f"{name} ended without training: backward was never called. Does training hide behind an argument? If it "
         f"computes its gradients itself, say so: {HAND_IN}"
     )
 

@@ -44,6 +44,8 @@ BY_MISTAKE = {
     "norm": "normalised-over-the-batch", "view": "view-for-transpose", "_unsafe_view": "view-for-transpose",
     "native_layer_norm": "normalised-over-the-batch", "cumsum": "sum-over-the-batch",
 }  # fmt: skip
+PERMUTE = "transpose or permute to the new order of axes first, then reshape"
+NAME_THE_AXIS = "name the axis of the features or classes (dim=-1 or dim=1), not that of the batch"
 # products of what is trained with what is trained, where it is attention; a head or a loss over pairs comes later
 ATTENDS = ("bmm", "mm", "baddbmm", "matmul", *FUSED_ATTENTION)
 WALK = VIEWS | {"clamp_min", "clamp", "add", "sqrt", "div", "mul", "rsqrt", "exp", "sub"}
@@ -132,7 +134,7 @@ def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -
             f"{FAMILY}/{BY_MISTAKE[guilty.name]}",
             line if guilty is op else f"{line}, made by {guilty.name}",
             where=place_of(guilty.module, guilty.line),
-            fix="name the axis of the features or classes (dim=-1 or dim=1), not that of the batch",
+            fix=PERMUTE if "view" in guilty.name else NAME_THE_AXIS,
             lasting=True,
             confidence="proven",  # a sample was changed
         )

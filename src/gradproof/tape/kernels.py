@@ -24,10 +24,10 @@ def watched_kernels(state: State) -> Iterator[None]:
             ("triton.runtime.jit", "JITFunction"),
             ("triton.runtime.interpreter", "InterpretedFunction"),
         ):
-            cls = getattr(sys.modules.get(module), name, None)
-            if cls is None:
+            cls: Any = getattr(sys.modules.get(module), name, None)
+            own = getattr(cls, "run", None)
+            if own is None:  # not loaded, or a Triton of 3.2 whose interpreter has a `run` for each kernel
                 continue
-            own = cls.run
             stack.callback(setattr, cls, "run", own)
             cls.run = _watched_launch(state, own)
         yield
