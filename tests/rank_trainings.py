@@ -463,6 +463,50 @@ def split_by_units(model):
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+def optimizer_of(training, model):
+    return sgd(model) if training is fully_sharded else torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def normed_net():
+    """A layer between the two that nothing makes tensor-parallel."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def deeper_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), *normed_net())
+
+
+def hybrid_sharded(rank):
+    """HSDP: shards within pairs of ranks, copies between them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model = normed_net()
+    for layer in (model[0], model[2], model[3]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return loop(model, optimizer_of(hybrid_sharded, model), rank)
+
+
+def sharded_and_split(rank):
+    """FSDP2 over pairs of ranks that share one tensor-parallel model: each pair has its own data."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = deeper_net()
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["model"], plan)
+    for layer in (model[0], model[1], model[2], model[4], model[5]):
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return loop(model, optimizer_of(sharded_and_split, model), rank // 2)
+
+
 def sharded_by_layer(rank):
     """In mixed precision, with an optimizer that keeps averages."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -556,7 +600,7 @@ COMPARED = (
 )
 
 
-OF_FOUR = (wrapped, fully_sharded)
+OF_FOUR = (wrapped, fully_sharded, hybrid_sharded, sharded_and_split)
 
 
 # all of them -----------------------------------------------------------------------------------------------
@@ -592,6 +636,8 @@ def run_all(rank, folder, names=()):
             training(rank)
         dist.barrier()
     for training in COMPARED if alone else OF_FOUR if WORLD == 4 else ():
+        if names and training.__name__ not in names:
+            continue
         plain = training(rank)
         with watched(Path(folder) / f"{training.__name__}_again", taped=True):
             seen = training(rank)
