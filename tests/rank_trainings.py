@@ -259,7 +259,19 @@ def same_augmentations(rank):
     loop(model, sgd(model), rank, data=data)
 
 
+def accumulated_loudly(rank):
+    """Every micro-batch is averaged over the ranks; only the last has to be."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(4):
+            loss_of(model, *batch(rank, 4 * step + part)).backward()
+        optimizer.step()
+
+
 PLANTED = {
+    accumulated_loudly: ("distributed-desync/without-no-sync", "rank_trainings.py"),
     sharded_late: ("distributed-desync/sharded-late", "rank_trainings.py"),
     same_augmentations: ("distributed-desync/same-random-numbers", "rank_trainings.py"),
     never_wrapped: ("distributed-desync/gradients-not-averaged", "0.weight"),
@@ -282,6 +294,7 @@ PLANTED = {
     lost_state: ("distributed-desync/weights-drift", "rank_trainings.py"),
     clip_of_the_shard: ("distributed-desync/own-clip", "rank_trainings.py"),
 }
+NOTES = (same_augmentations, accumulated_loudly)  # of these, nothing is wrong for certain
 
 
 def with_a_log(rank, step):
@@ -317,6 +330,13 @@ TAPED = (log_in_ddp, log_in_fsdp, log_in_tensor_parallel)
 def wrapped(rank):
     model = DDP(net())
     return loop(model, sgd(model), rank)
+
+
+def wrapped_after_the_optimizer(rank):
+    """DDP leaves the parameters what they are: unlike fully_shard, it may come late."""
+    model = net()
+    optimizer = sgd(model)
+    loop(DDP(model), optimizer, rank)
 
 
 def averaged_by_hand(rank):
@@ -570,6 +590,7 @@ def scheduled_pipeline(rank):
 
 HEALTHY = (
     wrapped,
+    wrapped_after_the_optimizer,
     averaged_by_hand,
     summed_of_shares,
     accumulated,

@@ -75,7 +75,7 @@ def test_what_only_ranks_can_get_wrong_is_named_first(trained, training):
     id, where = rank_trainings.PLANTED[training]
     found = gradproof.diagnose(trained / training.__name__)
     assert found.causes and found.causes[0].id == id, found
-    expected = ("note",) if training is rank_trainings.same_augmentations else ("problem", "warning")
+    expected = ("note",) if training in rank_trainings.NOTES else ("problem", "warning")
     assert where in (found.causes[0].where or "") and found.causes[0].level in expected
     assert "rank" in found.causes[0].evidence[0]
 
