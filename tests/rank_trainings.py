@@ -208,6 +208,17 @@ def bit_flip(rank):
     loop(model, sgd(model), rank, after=after)
 
 
+def written_on_rank_1(rank):
+    model = DDP(net())
+
+    def after(step):
+        if rank == 1 and step == 5:
+            with torch.no_grad():
+                model.module[2].weight.clamp_(-0.1, 0.1)
+
+    loop(model, sgd(model), rank, after=after)
+
+
 def lost_state(rank):
     model = DDP(net())
     optimizer = sgd(model)
@@ -291,6 +302,7 @@ PLANTED = {
     own_buffers: ("distributed-desync/buffers", "running"),
     nan_on_rank_1: ("forward-nonfinite/one-rank", "rank_trainings.py"),
     bit_flip: ("distributed-desync/bit-flip", "2.weight"),
+    written_on_rank_1: ("distributed-desync/weights-drift", "2.weight"),
     lost_state: ("distributed-desync/weights-drift", "rank_trainings.py"),
     clip_of_the_shard: ("distributed-desync/own-clip", "rank_trainings.py"),
 }
@@ -549,20 +561,40 @@ def pipeline(rank):
     stage = nn.Linear(4, 4)
     optimizer = sgd(stage)
     for step in range(STEPS):
-        x, _ = batch(0, step)
         optimizer.zero_grad()
-        if rank == 0:
-            out = stage(x)
-            dist.send(out.detach(), 1)
-            gradient = torch.empty_like(out)
-            dist.recv(gradient, 1)
-            out.backward(gradient)
-        else:
-            given = torch.empty(8, 4)
-            dist.recv(given, 0)
-            given.requires_grad_()
-            stage(given).square().mean().backward()
-            dist.send(given.grad, 0)
+        pass_through(stage, rank, batch(0, step)[0])
+        optimizer.step()
+    return parts_of(stage)
+
+
+def pass_through(stage, rank, x):
+    """Even ranks send to the next and get the gradient back."""
+    if rank % 2 == 0:
+        out = stage(x)
+        dist.send(out.detach(), rank + 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, rank + 1)
+        out.backward(gradient)
+    else:
+        given = torch.empty(8, 4)
+        dist.recv(given, rank - 1)
+        given.requires_grad_()
+        stage(given).square().mean().backward()
+        dist.send(given.grad, rank - 1)
+
+
+def two_pipelines(rank):
+    """Two copies of a pipeline with two stages, averaged stage by stage."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(rank % 2)
+    stage = nn.Linear(4, 4)
+    optimizer = sgd(stage)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        pass_through(stage, rank, batch(rank // 2, step)[0])
+        for p in stage.parameters():
+            dist.all_reduce(p.grad, group=pairs[rank % 2])
+            p.grad /= 2
         optimizer.step()
     return parts_of(stage)
 
@@ -621,7 +653,7 @@ COMPARED = (
 )
 
 
-OF_FOUR = (wrapped, fully_sharded, hybrid_sharded, sharded_and_split)
+OF_FOUR = (wrapped, fully_sharded, hybrid_sharded, sharded_and_split, tensor_parallel, two_pipelines)
 
 
 # all of them -----------------------------------------------------------------------------------------------

@@ -23,7 +23,15 @@ from gradproof.probes import tensors as measuring
 from gradproof.probes.guard import quietly
 from gradproof.probes.schedule import LIGHT
 from gradproof.record.last_steps import LastSteps
-from gradproof.record.prints import PRINTS_FILE, TENSOR_PRINTS_FILE, is_landmark, pack_row, pack_tensors
+from gradproof.record.prints import (
+    IN_TURN,
+    PRINTS_FILE,
+    SUM_BITS,
+    TENSOR_PRINTS_FILE,
+    is_landmark,
+    pack_row,
+    pack_tensors,
+)
 from gradproof.tape.modes import unseen_by_modes
 from gradproof.tape.shards import is_sharded, parts_of
 
@@ -31,8 +39,8 @@ if TYPE_CHECKING:
     from gradproof.probes.session import Session
     from gradproof.probes.step import OpenStep
 
-IN_TURN, MOST_IN_TURN = 16, 1 << 22  # tensors, and entries, whose exact sum is taken in one step
-MASK = (1 << 48) - 1
+MOST_IN_TURN = 1 << 22  # entries whose exact sum is taken in one step
+MASK = (1 << SUM_BITS) - 1
 LARGEST_BATCH = 1 << 20  # entries of an argument that are added up
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AVERAGING_STEPS = (1, 2, 4, 8)  # at which gradients are held against those that were averaged

@@ -22,6 +22,8 @@ PRINTS_FILE = "prints.bin"
 TENSOR_PRINTS_FILE = "tensor_prints.bin"
 LARGEST_TENSOR_PRINTS = 1 << 30  # bytes
 
+IN_TURN = 16  # tensors whose bits are added up in one step
+SUM_BITS = 48  # of the sum of their bits: a float64 holds it exactly
 MAGIC = 0x32725047
 ROW = np.dtype(
     [

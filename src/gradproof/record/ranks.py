@@ -105,16 +105,8 @@ class Ranks:
                 for (what, name), part in found[step].items():
                     if what == kind:
                         parts.setdefault(name, []).append(part)
-            whole[step] = {name: self._whole_of(name, given) for name, given in parts.items()}
+            whole[step] = {name: whole_of(given, self._holders[name]) for name, given in parts.items()}
         return whole
-
-    def _whole_of(self, name: str, parts: list[tuple[float, int]]) -> float:
-        """The norm of one tensor from Σx² on each rank: copies are alike, each part lies on as many ranks as any other.
-
-        A rank that holds no part of a sharded tensor may not have written of it.
-        """
-        known = max(len(parts), self._holders.get(name, 0)) if parts[0][1] else len(parts)
-        return float(np.sqrt(sum(square * max(cut, 1) for square, cut in parts) / known))
 
     @cached_property
     def _holders(self) -> Counter[str]:
@@ -130,6 +122,15 @@ class Ranks:
         return any(info.get("facts", {}).get("sharded") for info in self.infos.values()) or any(
             parts for info in self.infos.values() for _, _, parts in info.get("prints", ())
         )
+
+
+def whole_of(parts: list[tuple[float, int]], holders: int = 0) -> float:
+    """The norm of one tensor from Σx² on each rank, and how many parts it is cut into (0: not at all).
+
+    Copies are alike, and each part lies on as many ranks as any other; one that holds none may not have written of it.
+    """
+    known = max(len(parts), holders) if parts[0][1] else len(parts)
+    return float(np.sqrt(sum(square * max(cut, 1) for square, cut in parts) / known))
 
 
 def find_ranks(path: str | os.PathLike) -> dict[int, Path]:
