@@ -247,21 +247,6 @@ FAULTS = (
         ("replica gap", 1e-3),
     ),
     Fault(
-        "distributed-desync/weights-written-on-rank-0",
-        "ddp_classifier",
-        ("clamp_", "optimizer.step()", "3.weight"),
-        (
-            (
-                '        if rank == 0:\n            print(f"epoch',
-                "        if rank == 0:\n"
-                "            with torch.no_grad():\n"
-                "                model.module[3].weight.clamp_(-0.1, 0.1)\n"
-                '            print(f"epoch',
-            ),
-        ),
-        ("replica gap", 1e-3),
-    ),
-    Fault(
         "distributed-desync/averaged-now-and-then",
         "ddp_manual_gru",
         ("average_gradients", "all_reduce"),
