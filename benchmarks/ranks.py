@@ -1,10 +1,12 @@
-"""What watching costs on several ranks, against what it costs on one: CPU time of watched steps to plain ones.
+"""What watching costs on several ranks, against one: watched steps to plain ones, in the same processes.
 
-Each rank trains the GPT of overhead.py under DDP (gloo, one thread), in alternating blocks of plain and watched steps.
-The CPU time of its process counts, so that waiting for another rank does not; the table shows the median over blocks
-and ranks.
+Each rank trains the GPT of overhead.py under DDP (gloo, one thread), in alternating blocks of plain and watched steps
+(plain first, then watched first, …). All ranks begin a block together; its wall time is that of the slowest, its CPU
+time that of all of them. A round is one block of each; the table shows medians over rounds and, after ±, how far the
+median moves when rounds are drawn again. One rank and several take turns, so that a machine that changes its mind is
+seen. On fewer cores than ranks the wall time is made of everybody's CPU time: then both say the same.
 
-    python benchmarks/ranks.py [--ranks 4] [--rounds 20] [--steps 8]
+    python benchmarks/ranks.py [--ranks 4] [--rounds 10] [--steps 64] [--turns 2]    # 3 minutes on two quiet cores
 """
 
 from __future__ import annotations
@@ -12,45 +14,79 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from overhead import GPT, Variant, watched
 from torch.nn.parallel import DistributedDataParallel
 
-WARM_UP = 8  # blocks: the first quarter of a second is measured whole
+WARM_UP = 4  # blocks of each: the first quarter of a second is measured whole, the first 64 steps closely
+BAR = 0.01
+Round = tuple[float, float, float, float]  # wall plain, wall watched, CPU plain, CPU watched
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.meeting:
         print(json.dumps(measure(args)))
         return
-    print(
-        f"{os.cpu_count()} cores, torch {torch.__version__}\n\n| ranks | watched to plain | CPU ms a plain step |"
-    )
-    print("|---|---|---|")
-    for world in (1, args.ranks):
-        found = run_ranks(world, sys.argv[1:])
-        ratio = statistics.median(ratio for ratios, _ in found for ratio in ratios)
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}, load {load:.1f} before the first block\n")
+    rounds: dict[int, list[Round]] = {1: [], args.ranks: []}
+    for turn in range(args.turns):
+        for world in list(rounds)[:: -1 if turn % 2 else 1]:
+            rounds[world] += together(run_ranks(world, sys.argv[1:]))
+    show(rounds, args.steps)
+    if load > 0.5:
+        print("\nOther programs were running: wall times are theirs, too.")
+
+
+def show(rounds: dict[int, list[Round]], steps: int) -> None:
+    print("| ranks | rounds | wall ms a plain step | wall, watched to plain | CPU, watched to plain |")
+    print("|---|---|---|---|---|")
+    ratios = {}
+    for world, found in rounds.items():
+        plain, seen, plain_cpu, seen_cpu = np.array(found).T
+        wall, cpu = ratios[world] = (spread(seen / plain), spread(seen_cpu / plain_cpu))
+        cells = [f"{world}", f"{len(found)}", f"{1e3 * np.median(plain) / steps:.2f}"]
+        cells += [f"{value:.4f} ± {error:.4f}" for value, error in (wall, cpu)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    one, many = ratios.values()
+    print()
+    for kind, (alone, alone_error), (value, error) in zip(("wall", "CPU"), one, many, strict=True):
+        apart, off = value - alone, (alone_error**2 + error**2) ** 0.5
+        verdict = "met" if apart + 2 * off <= BAR else "missed" if apart - 2 * off > BAR else "not decided"
         print(
-            f"| {world} | {ratio:.4f} | {1e3 * statistics.median(plain for _, plain in found):.1f} |",
-            flush=True,
+            f"{kind}: {list(rounds)[1]} ranks cost {100 * apart:+.2f} % ± {100 * off:.2f} % more than one "
+            f"(bar: {100 * BAR:.0f} %, {verdict})"
         )
 
 
-def run_ranks(world: int, options: list[str]) -> list[tuple[list[float], float]]:
+def spread(values: np.ndarray) -> tuple[float, float]:
+    """The median, and the standard deviation of medians of rounds that are drawn again."""
+    draws = np.random.default_rng(0).choice(values, (1000, len(values)))
+    return float(np.median(values)), float(np.median(draws, axis=1).std())
+
+
+def together(ranks: list[list[Round]]) -> list[Round]:
+    """The rounds of all ranks as one: a block takes as long as its slowest rank, and the CPU time of all."""
+    table = np.array(ranks)  # (ranks, rounds, 4)
+    return np.concatenate((table[:, :, :2].max(axis=0), table[:, :, 2:].sum(axis=0)), axis=1).tolist()
+
+
+def run_ranks(world: int, options: list[str]) -> list[list[Round]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", __file__, *options, "--meeting", f"{folder}/meeting"]
         ranks = [
@@ -65,8 +101,8 @@ def run_ranks(world: int, options: list[str]) -> list[tuple[list[float], float]]
         return [json.loads(process.communicate()[0].splitlines()[-1]) for process in ranks]
 
 
-def measure(args: argparse.Namespace) -> tuple[list[float], float]:
-    """Of this rank: for each round the ratio of a watched block to a plain one, and the seconds of a plain step."""
+def measure(args: argparse.Namespace) -> list[Round]:
+    """Of this rank: what each round's blocks took."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{args.meeting}", rank=rank, world_size=world)
@@ -76,23 +112,25 @@ def measure(args: argparse.Namespace) -> tuple[list[float], float]:
     torch.manual_seed(1 + rank)
     ids = torch.randint(512, (4, 65))
 
-    def block(variant: Variant) -> float:
+    def block(variant: Variant) -> tuple[float, float]:
         with variant.begin():
-            start = time.process_time()
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(args.steps):
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
                 loss.backward()
                 optimizer.step()
-            return time.process_time() - start
+            return time.perf_counter() - wall, time.process_time() - cpu
 
-    plain, seen = Variant("plain"), watched("watched", model, None)
-    for _ in range(WARM_UP):
-        block(plain), block(seen)
-    rounds = [(block(plain), block(seen)) for _ in range(args.rounds)]
+    variants = [Variant("plain"), watched("watched", model, None)]
+    rounds = []
+    for number in range(WARM_UP + args.rounds):
+        order = (0, 1) if number % 2 else (1, 0)
+        took = {index: block(variants[index]) for index in order}
+        rounds.append((took[0][0], took[1][0], took[0][1], took[1][1]))
     dist.barrier()
-    ratios = [with_us / without for without, with_us in rounds]
-    return ratios, statistics.median(without for without, _ in rounds) / args.steps
+    return rounds[WARM_UP:]
 
 
 if __name__ == "__main__":

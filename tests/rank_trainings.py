@@ -208,6 +208,17 @@ def bit_flip(rank):
     loop(model, sgd(model), rank, after=after)
 
 
+def written_on_rank_1(rank):
+    model = DDP(net())
+
+    def after(step):
+        if rank == 1 and step == 5:
+            with torch.no_grad():
+                model.module[2].weight.clamp_(-0.1, 0.1)
+
+    loop(model, sgd(model), rank, after=after)
+
+
 def lost_state(rank):
     model = DDP(net())
     optimizer = sgd(model)
@@ -259,7 +270,19 @@ def same_augmentations(rank):
     loop(model, sgd(model), rank, data=data)
 
 
+def accumulated_loudly(rank):
+    """Every micro-batch is averaged over the ranks; only the last has to be."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(4):
+            loss_of(model, *batch(rank, 4 * step + part)).backward()
+        optimizer.step()
+
+
 PLANTED = {
+    accumulated_loudly: ("distributed-desync/without-no-sync", "rank_trainings.py"),
     sharded_late: ("distributed-desync/sharded-late", "rank_trainings.py"),
     same_augmentations: ("distributed-desync/same-random-numbers", "rank_trainings.py"),
     never_wrapped: ("distributed-desync/gradients-not-averaged", "0.weight"),
@@ -279,9 +302,11 @@ PLANTED = {
     own_buffers: ("distributed-desync/buffers", "running"),
     nan_on_rank_1: ("forward-nonfinite/one-rank", "rank_trainings.py"),
     bit_flip: ("distributed-desync/bit-flip", "2.weight"),
+    written_on_rank_1: ("distributed-desync/weights-drift", "2.weight"),
     lost_state: ("distributed-desync/weights-drift", "rank_trainings.py"),
     clip_of_the_shard: ("distributed-desync/own-clip", "rank_trainings.py"),
 }
+NOTES = (same_augmentations, accumulated_loudly)  # of these, nothing is wrong for certain
 
 
 def with_a_log(rank, step):
@@ -317,6 +342,13 @@ TAPED = (log_in_ddp, log_in_fsdp, log_in_tensor_parallel)
 def wrapped(rank):
     model = DDP(net())
     return loop(model, sgd(model), rank)
+
+
+def wrapped_after_the_optimizer(rank):
+    """DDP leaves the parameters what they are: unlike fully_shard, it may come late."""
+    model = net()
+    optimizer = sgd(model)
+    loop(DDP(model), optimizer, rank)
 
 
 def averaged_by_hand(rank):
@@ -463,6 +495,50 @@ def split_by_units(model):
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+def optimizer_of(training, model):
+    return sgd(model) if training is fully_sharded else torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def normed_net():
+    """A layer between the two that nothing makes tensor-parallel."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def deeper_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), *normed_net())
+
+
+def hybrid_sharded(rank):
+    """HSDP: shards within pairs of ranks, copies between them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model = normed_net()
+    for layer in (model[0], model[2], model[3]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return loop(model, optimizer_of(hybrid_sharded, model), rank)
+
+
+def sharded_and_split(rank):
+    """FSDP2 over pairs of ranks that share one tensor-parallel model: each pair has its own data."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = deeper_net()
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["model"], plan)
+    for layer in (model[0], model[1], model[2], model[4], model[5]):
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return loop(model, optimizer_of(sharded_and_split, model), rank // 2)
+
+
 def sharded_by_layer(rank):
     """In mixed precision, with an optimizer that keeps averages."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -485,20 +561,40 @@ def pipeline(rank):
     stage = nn.Linear(4, 4)
     optimizer = sgd(stage)
     for step in range(STEPS):
-        x, _ = batch(0, step)
         optimizer.zero_grad()
-        if rank == 0:
-            out = stage(x)
-            dist.send(out.detach(), 1)
-            gradient = torch.empty_like(out)
-            dist.recv(gradient, 1)
-            out.backward(gradient)
-        else:
-            given = torch.empty(8, 4)
-            dist.recv(given, 0)
-            given.requires_grad_()
-            stage(given).square().mean().backward()
-            dist.send(given.grad, 0)
+        pass_through(stage, rank, batch(0, step)[0])
+        optimizer.step()
+    return parts_of(stage)
+
+
+def pass_through(stage, rank, x):
+    """Even ranks send to the next and get the gradient back."""
+    if rank % 2 == 0:
+        out = stage(x)
+        dist.send(out.detach(), rank + 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, rank + 1)
+        out.backward(gradient)
+    else:
+        given = torch.empty(8, 4)
+        dist.recv(given, rank - 1)
+        given.requires_grad_()
+        stage(given).square().mean().backward()
+        dist.send(given.grad, rank - 1)
+
+
+def two_pipelines(rank):
+    """Two copies of a pipeline with two stages, averaged stage by stage."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(rank % 2)
+    stage = nn.Linear(4, 4)
+    optimizer = sgd(stage)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        pass_through(stage, rank, batch(rank // 2, step)[0])
+        for p in stage.parameters():
+            dist.all_reduce(p.grad, group=pairs[rank % 2])
+            p.grad /= 2
         optimizer.step()
     return parts_of(stage)
 
@@ -526,6 +622,7 @@ def scheduled_pipeline(rank):
 
 HEALTHY = (
     wrapped,
+    wrapped_after_the_optimizer,
     averaged_by_hand,
     summed_of_shares,
     accumulated,
@@ -556,7 +653,7 @@ COMPARED = (
 )
 
 
-OF_FOUR = (wrapped, fully_sharded)
+OF_FOUR = (wrapped, fully_sharded, hybrid_sharded, sharded_and_split, tensor_parallel, two_pipelines)
 
 
 # all of them -----------------------------------------------------------------------------------------------
@@ -592,6 +689,8 @@ def run_all(rank, folder, names=()):
             training(rank)
         dist.barrier()
     for training in COMPARED if alone else OF_FOUR if WORLD == 4 else ():
+        if names and training.__name__ not in names:
+            continue
         plain = training(rank)
         with watched(Path(folder) / f"{training.__name__}_again", taped=True):
             seen = training(rank)

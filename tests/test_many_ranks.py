@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import rank_trainings
 import torch
@@ -18,6 +19,7 @@ from gradproof.record.prints import PRINTS_FILE, TENSOR_PRINTS_FILE
 from gradproof.record.ranks import find_ranks, read_ranks
 from gradproof.record.run import open_run
 from gradproof.record.schema import OUT_OF_REACH
+from gradproof.record.whole import OF_PARAMETERS, open_whole
 from gradproof.tape.replay import differentiate
 from gradproof.tape.specimen import load
 
@@ -73,7 +75,7 @@ def test_what_only_ranks_can_get_wrong_is_named_first(trained, training):
     id, where = rank_trainings.PLANTED[training]
     found = gradproof.diagnose(trained / training.__name__)
     assert found.causes and found.causes[0].id == id, found
-    expected = ("note",) if training is rank_trainings.same_augmentations else ("problem", "warning")
+    expected = ("note",) if training in rank_trainings.NOTES else ("problem", "warning")
     assert where in (found.causes[0].where or "") and found.causes[0].level in expected
     assert "rank" in found.causes[0].evidence[0]
 
@@ -87,8 +89,23 @@ def test_healthy_ranks_are_left_alone(trained, training):
 
 
 def test_the_first_step_is_the_right_one(trained):
-    steps = {"bit_flip": 6, "nan_on_rank_1": 6, "other_rates": 6, "other_weights": 0, "lost_state": 8}
+    steps = {
+        "bit_flip": 6,
+        "written_on_rank_1": 6,
+        "nan_on_rank_1": 6,
+        "other_rates": 6,
+        "other_weights": 0,
+        "lost_state": 8,
+    }
     assert {name: gradproof.diagnose(trained / name).causes[0].step for name in steps} == steps
+
+
+def test_one_flipped_bit_is_told_from_what_code_writes(trained):
+    flipped, written = (
+        gradproof.diagnose(trained / name).causes[0].evidence[0] for name in ("bit_flip", "written_on_rank_1")
+    )
+    assert "Bit 4 of one entry is all that is different" in flipped and "--until 6" in flipped
+    assert "More than one bit is different: code that writes on one rank only" in written
 
 
 @pytest.mark.parametrize("training", rank_trainings.COMPARED, ids=lambda training: training.__name__)
@@ -202,19 +219,83 @@ def test_a_rank_that_ended_early_costs_its_own_rows(trained, tmp_path):
     assert not gradproof.diagnose(tmp_path / "run.rank0").causes
 
 
-def test_four_ranks_are_the_same_to_the_last_bit(tmp_path):
-    for attempt in range(3):  # gloo may hang at its end
-        folder = tmp_path / f"{attempt}"
-        folder.mkdir()
+@pytest.fixture(scope="module")
+def trained_by_four(tmp_path_factory):
+    for _ in range(3):  # gloo may hang at its end
+        folder = tmp_path_factory.mktemp("four")
         codes, said = run_all_ranks(folder, 4)
         if None not in codes:
             break
     assert codes == [0] * 4, said
-    for training in rank_trainings.OF_FOUR:
-        assert all(f"{training.__name__}: identical" in text for text in said), said
-        ranks = read_ranks(folder / f"{training.__name__}_again")
-        assert ranks.numbers == [0, 1, 2, 3] and list(ranks.last.values()) == [rank_trainings.STEPS - 1] * 4
-        assert not gradproof.diagnose(folder / f"{training.__name__}_again").causes
+    assert not any("gradproof stopped" in text for text in said), said
+    (folder / "said").write_text("".join(said))
+    return folder
+
+
+@pytest.mark.parametrize("training", rank_trainings.OF_FOUR, ids=lambda training: training.__name__)
+def test_four_ranks_are_the_same_to_the_last_bit(trained_by_four, training):
+    assert (trained_by_four / "said").read_text().count(f"{training.__name__}: identical") == 4
+    place = trained_by_four / f"{training.__name__}_again"
+    ranks = read_ranks(place)
+    assert ranks.numbers == [0, 1, 2, 3] and list(ranks.last.values()) == [rank_trainings.STEPS - 1] * 4
+    assert not gradproof.diagnose(place).causes
+    for path in find_ranks(place).values():
+        assert open_run(path).info["cost"]["taped_steps"] > 1
+    examine_here(place.with_name(f"{place.name}.rank1"))
+    found = gradproof.diagnose(place.with_name(f"{place.name}.rank1"))
+    assert not found.causes and not found.examination.failed and found.examination.asked >= 4, found
+
+
+WHOLE = {
+    rank_trainings.fully_sharded: (rank_trainings.net, 4),
+    rank_trainings.hybrid_sharded: (rank_trainings.normed_net, 4),
+    rank_trainings.sharded_and_split: (rank_trainings.deeper_net, 2),
+}
+
+
+def train_whole(training, out):
+    """One process, with the batches of all ranks."""
+    make, feeds = WHOLE[training]
+    model = make()
+    with rank_trainings.watched(out):
+        optimizer = rank_trainings.optimizer_of(training, model)
+        for step in range(rank_trainings.STEPS):
+            optimizer.zero_grad()
+            losses = [
+                rank_trainings.loss_of(model, *rank_trainings.batch(rank, step)) for rank in range(feeds)
+            ]
+            (sum(losses) / feeds).backward()
+            if training is rank_trainings.fully_sharded:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return open_run(out)
+
+
+@pytest.mark.parametrize("training", WHOLE, ids=lambda training: training.__name__)
+def test_every_statistic_of_shards_is_that_of_the_whole_parameter(trained_by_four, tmp_path, training):
+    """FSDP2, HSDP, and FSDP2 of a tensor-parallel model: weights, gradients, updates and moments, counted once."""
+    alone = train_whole(training, tmp_path / "alone")
+    whole = open_whole(trained_by_four / f"{training.__name__}_again")
+    assert whole.frames and whole.frames[0].step == 0
+    for column in ("grad_norm", "weight_norm", "update_norm"):
+        both = np.isfinite(whole.steps[column]) & np.isfinite(alone.steps[column])
+        assert both[0]
+        np.testing.assert_allclose(whole.steps[column][both], alone.steps[column][both], rtol=1e-6)
+    kinds = {tensor["kind"] for tensor in alone.tensors} & set(OF_PARAMETERS)
+    assert kinds >= {"weight", "gradient", "update", "adam_m"}
+    for kind in kinds:
+        largest = alone.table(kind, "absmax")
+        for statistic in ("nan", "inf", "zero", "subnormal", "min", "max", "absmax", "mean", "std", "norm"):
+            one, other = whole.table(kind, statistic), alone.table(kind, statistic)
+            order = [one.names.index(name) for name in other.names]
+            _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
+            found = one.values[here][:, order]
+            measured = ~np.isnan(found)  # by every rank that holds a part of it
+            assert measured[0].all()
+            # an entry's rounding is that of the largest; the std of one entry is what its square root has left
+            slack = 1e-3 if statistic == "std" else 1e-6
+            allowed = 1e-6 * np.abs(other.values[there]) + slack * largest.values[there]
+            assert (np.abs(found - other.values[there]) <= allowed)[measured].all(), (kind, statistic)
 
 
 TRAIN = """

@@ -11,6 +11,7 @@ from page_runs import LAYERS, RunMaker, Tab, open_browser, write_run
 
 from gradproof.cli import main
 from gradproof.experiments.table import QUESTIONS
+from gradproof.record.flight import BACKWARD, Recorder
 from gradproof.record.prints import pack_row
 from gradproof.record.run import open_run
 from gradproof.report.columns import Columns, upper_half
@@ -64,7 +65,7 @@ def test_the_page_shows_ranks(browser, tmp_path):
     assert (
         "3 ranks" in shown
         and "slowest: rank 1, 40 ms" in shown
-        and "not alike at every step: rank 2" in shown
+        and "not like the others: rank 2 (first at step 8)" in shown
     )
     assert tab.ask("document.querySelectorAll('#ranks .rank-curve').length") == 6
     marked = "[...document.querySelectorAll('#ranks rect title')].map((title) => title.textContent)"
@@ -647,3 +648,30 @@ def test_a_thousand_tensors_and_twenty_thousand_steps(browser, tmp_path):
     assert made["seconds"] < 20 and made["megabytes"] < 500 and made["file_megabytes"] <= 2
     shown = measure_page(browser, tmp_path / "large.html")
     assert shown["interactive_seconds"] < 2 and shown["zoom_milliseconds"] < 100 and not shown["errors"]
+
+
+def test_the_page_says_of_parts_that_they_are_not_compared_and_where_a_rank_stands(
+    browser, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gradproof.report.ranks.SILENT", 1e9)  # on a busy machine, too
+    for rank in range(2):
+        maker = RunMaker(tmp_path / ("run" if rank == 0 else f"run.rank{rank}"))
+        maker.writer.set_info(rank=rank, world=2, prints=[["weight", "a", 2]])
+        for step in range(12):
+            if rank == 0:
+                maker.step(step)
+            row = {"loss": 1.0, "gradient_parts": 4.0 * (1 + rank), "weight_parts": 1.0}
+            maker.writer.append("prints.bin", pack_row(step=step, **row))
+        if rank == 0:
+            maker.end()
+        else:
+            recorder = Recorder(maker.writer.path)
+            recorder.note(12, BACKWARD)
+            recorder.stand_at("train.py:20 in main")
+            maker.writer.close()
+    tab = open_tab(browser, report(tmp_path / "run"))
+    shown = tab.text("#ranks")
+    assert "each rank holds a part of the model" in shown and "alike on all ranks" not in shown
+    assert "gradient norm, from its part, 2 to 2.828" in shown
+    assert "ended" in shown and "running: step 12, in backward (train.py:20 in main)" in shown
+    assert not tab.errors

@@ -188,7 +188,8 @@ def test_landmarks_and_kept_steps_become_rare():
 
 
 def test_shards_add_up_and_copies_do_not():
-    assert whole_of([(9.0, 1), (16.0, 1)]) == 5.0
+    assert whole_of([(9.0, 2), (16.0, 2)]) == 5.0
+    assert whole_of([(25.0, 2)], holders=2) == 5.0  # one of them holds nothing
     assert whole_of([(25.0, 0), (25.0, 0)]) == 5.0
     assert whole_of([(9.0, 2), (16.0, 2), (9.0, 2), (16.0, 2)]) == 5.0  # two ranks hold each part
 

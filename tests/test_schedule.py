@@ -91,3 +91,26 @@ def test_only_under_a_budget_that_was_asked_for_is_a_step_passed_over(budget, pa
     pace.pay(10, LIGHT, own_seconds=100.0)
     assert not pace.must_pass_over(Purse.FIRST - 1)
     assert pace.must_pass_over(10) == passed
+
+
+def deep_steps(price, keeps_time, steps=20_000, each=0.01):
+    """Which steps are measured whole by a purse that pays so much for one."""
+    purse, elapsed, found = Purse(0.02), 0.0, []
+    purse.keeps_time = keeps_time
+    for step in range(steps):
+        depth = purse.choose(step, elapsed)
+        spent = price if depth > LIGHT else 0.0001
+        purse.pay(depth, spent)
+        elapsed += each + spent
+        found += [step] if depth > LIGHT else []
+    assert purse.spent <= 0.02 * elapsed + Purse.GRACE + 4 * price
+    return set(found)
+
+
+@pytest.mark.parametrize("other", [0.0101, 0.013, 0.017])
+def test_ranks_that_hold_parts_of_one_model_look_closely_at_the_same_steps(other):
+    """Each by its own purse, and nobody asks another."""
+    one, two = deep_steps(0.01, True), deep_steps(other, True)
+    assert len(one) > 100 and len(one & two) >= 0.7 * min(len(one), len(two))
+    alone, beside = deep_steps(0.01, False), deep_steps(other, False)
+    assert len(one) > 0.9 * len(alone) and len(alone & beside) < 0.3 * len(beside)

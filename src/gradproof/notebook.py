@@ -34,7 +34,7 @@ class Verdict:
 
     def __init__(self, run: Path) -> None:
         from gradproof.diagnosis.ranking import diagnose
-        from gradproof.record.ranks import open_whole
+        from gradproof.record.whole import open_whole
         from gradproof.report.html import render_page
         from gradproof.report.text import render_text
 

@@ -52,7 +52,7 @@ def report(args: argparse.Namespace) -> int:
 
 def write_report(runs: list[str], out: str | None = None) -> Path:
     """The page of runs, as a file."""
-    from gradproof.record.ranks import open_whole
+    from gradproof.record.whole import open_whole
     from gradproof.report.html import render_page
 
     opened = [open_whole(run) for run in runs]
@@ -70,7 +70,7 @@ def write_report(runs: list[str], out: str | None = None) -> Path:
 
 def offer_page(found: Diagnosis, run: Path) -> str:
     """The page of a run that has just ended: written if that is quick, else the command that writes it."""
-    from gradproof.record.ranks import open_whole
+    from gradproof.record.whole import open_whole
     from gradproof.report.html import render_page
 
     try:

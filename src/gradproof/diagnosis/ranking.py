@@ -23,8 +23,8 @@ from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.diagnosis.unseen import count_seen, find_unseen
 from gradproof.diagnosis.verdicts import standing
 from gradproof.errors import plain
-from gradproof.record.ranks import open_whole
 from gradproof.record.run import Run
+from gradproof.record.whole import open_whole
 
 # A symptom that is itself the proof: the order of calls, or whose tensor it is, leaves no room for doubt.
 PROOFS = (

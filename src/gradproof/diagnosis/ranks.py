@@ -11,6 +11,7 @@ import numpy as np
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.lost_ranks import ranks_lost
 from gradproof.diagnosis.places import line_of
+from gradproof.record.prints import IN_TURN, SUM_BITS
 from gradproof.record.ranks import Ranks, read_ranks
 from gradproof.record.run import Run, read_events
 from gradproof.record.schema import EVENTS_FILE, EXAMINATION_FILE
@@ -19,6 +20,7 @@ FEWEST = 5  # steps that two ranks have in common
 SAME = 1e-4  # relative difference of norms that the order of sums explains
 EXACT = 1e-12  # of norms of the same bits
 MOST_RANKS = 256  # whose events are read
+MANY_BITS = -1
 DRAWN_AT = (1, 2, 4, 8)  # steps at whose begin the states of the generators are noted
 LONGER = 1.5  # times as many entries in a batch
 SLOWER, SLOW_SECONDS, SLOW_STEPS = 3.0, 0.02, 50  # a straggler: times as slow, by so much, over so many steps
@@ -154,7 +156,7 @@ def weights_differ(ranks: Ranks, run: Run, weights: Apart, gradients: Apart) -> 
     states, _ = differing_tensors(ranks, one, other, "state", step)
     text += f", and so is not the optimizer's state of {states[0]}" if states else ""
     if len(differing) == 1 and alike:
-        return changed_alone(run, one, other, name, step, len(ranks.numbers))
+        return changed_alone(ranks, run, one, other, name, step)
     line = line_of(run, "step")
     return Symptom(
         "ranks_differ", "problem", text, step, place(name, line), ("distributed-desync/weights-drift",)
@@ -172,16 +174,46 @@ def one_tensor_changed(ranks: Ranks, run: Run, members: list[int], gradients: Ap
     one, other = sums.pair(sums.first)
     differing, alike = differing_tensors(ranks, one, other, "weight", sums.first, EXACT)
     if len(differing) == 1 and len(alike) > 1:
-        yield changed_alone(run, one, other, differing[0], sums.first, len(ranks.numbers))
+        yield changed_alone(ranks, run, one, other, differing[0], sums.first)
 
 
-def changed_alone(run: Run, one: int, other: int, name: str, step: int, count: int) -> Symptom:
-    who = f"on rank {other} alone" if count > 2 else f"on one of rank {one} and rank {other} alone"
-    text = f"{name} was changed {who} before step {step}: every gradient until then, and every other weight, is alike "
-    text += (
-        "to the last bit. A memory that flips a bit does that, and so does code that writes on one rank only"
+def changed_alone(ranks: Ranks, run: Run, one: int, other: int, name: str, step: int) -> Symptom:
+    """By one bit, as a memory does, or by more, as code does; where the bits were not added up, it may be either."""
+    who = (
+        f"on rank {other} alone" if len(ranks.numbers) > 2 else f"on one of rank {one} and rank {other} alone"
     )
+    text = f"{name} was changed {who} before step {step}: every gradient until then, and every other weight, is alike "
+    bit = flipped_bit(ranks, one, other, step)
+    if bit == MANY_BITS:
+        text += "to the last bit. More than one bit is different: code that writes on one rank only does that"
+        where = place(name, line_of(run, "step"))
+        return Symptom("ranks_differ", "problem", text, step, where, ("distributed-desync/weights-drift",))
+    if bit is not None:
+        text += f"to the last bit. Bit {bit} of one entry is all that is different: a memory that flips a bit does "
+        text += (
+            f"that. `gradproof run --until {step}` does the same steps again: what code has done comes back"
+        )
+    else:
+        text += "to the last bit. A memory that flips a bit does that, and so does code that writes on one rank only"
     return Symptom("ranks_differ", "problem", text, step, name, ("distributed-desync/bit-flip",))
+
+
+def flipped_bit(ranks: Ranks, one: int, other: int, step: int) -> int | None:
+    """Which bit, if two ranks' sums of bits differ as by one of them; MANY_BITS by more; None: they do not differ.
+
+    The sums of several tensors are added up with odd weights (probes/prints): one bit of the third is 5 · 2^bit.
+    """
+    column = int(np.flatnonzero(ranks.steps == step)[0]) if step in ranks.steps else -1
+    pair = ranks.tables["checksum"][[ranks.numbers.index(rank) for rank in (one, other)], column]
+    if column < 0 or not np.isfinite(pair).all() or pair[0] == pair[1]:
+        return None
+    apart, size = int(pair[0]) - int(pair[1]), 1 << SUM_BITS
+    for weight in range(1, 2 * IN_TURN, 2):
+        found = apart * pow(weight, -1, size) % size
+        found = min(found, size - found)
+        if found & (found - 1) == 0:
+            return found.bit_length() - 1
+    return MANY_BITS
 
 
 def differing_tensors(

@@ -31,6 +31,20 @@ HEALTHY = (
     Healthy("frozen-by-intention-and-unused-rows", "finetune_head", ("second task", 0.8, 1.0)),
     # edited
     Healthy(
+        "two-ranks-that-accumulate",
+        "ddp_classifier",
+        ("replica gap", 0.0, 1e-6),
+        (
+            (
+                "            loss = F.cross_entropy(model(x), y)\n            loss.backward()\n",
+                "            with model.no_sync():\n"
+                "                (F.cross_entropy(model(x[:10]), y[:10]) / 2).backward()\n"
+                "            loss = F.cross_entropy(model(x[10:]), y[10:]) / 2\n"
+                "            loss.backward()\n",
+            ),
+        ),
+    ),
+    Healthy(
         "nan-that-reaches-no-loss",
         "house_prices",
         ("r2", 0.97, 1.0),

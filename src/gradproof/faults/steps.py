@@ -224,6 +224,40 @@ FAULTS = (
         (("        average_gradients(model)\n", "        average_gradients(model.head)\n"),),
         ("rank spread", 1e-2),
     ),
+    Fault(
+        "distributed-desync/no-sync-on-the-last-half",
+        "ddp_classifier",
+        ("no_sync",),
+        (
+            (
+                "            loss = F.cross_entropy(model(x), y)\n            loss.backward()\n",
+                "            (F.cross_entropy(model(x[:10]), y[:10]) / 2).backward()\n"
+                "            with model.no_sync():\n"
+                "                loss = F.cross_entropy(model(x[10:]), y[10:]) / 2\n"
+                "                loss.backward()\n",
+            ),
+        ),
+        ("replica gap", 1e-3),
+    ),
+    Fault(
+        "distributed-desync/rate-of-one-rank",
+        "ddp_classifier",
+        ("lr=", "torch.optim.SGD"),
+        (("lr=0.05, momentum=0.9)", "lr=0.05 if rank == 0 else 0.02, momentum=0.9)"),),
+        ("replica gap", 1e-3),
+    ),
+    Fault(
+        "distributed-desync/averaged-now-and-then",
+        "ddp_manual_gru",
+        ("average_gradients", "all_reduce"),
+        (
+            (
+                "        average_gradients(model)\n",
+                "        if step % 4 == 0:\n            average_gradients(model)\n",
+            ),
+        ),
+        ("rank spread", 1e-2),
+    ),
     # weights-state-error
     Fault(
         "weights-state-error/best-by-reference",

@@ -18,6 +18,7 @@ from gradproof.probes import tensors as measuring
 from gradproof.probes.names import Names, find_variable, user_frames
 from gradproof.record.writer import RunWriter
 from gradproof.tape.living import Living
+from gradproof.tape.shards import parts_of
 
 MOST, MOST_OPTIMIZERS = 50_000, 1000  # parameters, and optimizers, that are described in run.json
 MOST_GONE = 2000  # parameters that live no more, and are still described
@@ -124,6 +125,8 @@ class Parameters:
                 "optimizer": number,
                 "gradient": name in self._with_gradient,
             }
+            if parts := parts_of(p):
+                self._described[name]["part"] = [measuring.local(p).numel(), parts]
         self._forget_the_oldest(known)
         self._tell()
 

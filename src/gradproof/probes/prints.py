@@ -23,16 +23,24 @@ from gradproof.probes import tensors as measuring
 from gradproof.probes.guard import quietly
 from gradproof.probes.schedule import LIGHT
 from gradproof.record.last_steps import LastSteps
-from gradproof.record.prints import PRINTS_FILE, TENSOR_PRINTS_FILE, is_landmark, pack_row, pack_tensors
+from gradproof.record.prints import (
+    IN_TURN,
+    PRINTS_FILE,
+    SUM_BITS,
+    TENSOR_PRINTS_FILE,
+    is_landmark,
+    pack_row,
+    pack_tensors,
+)
 from gradproof.tape.modes import unseen_by_modes
-from gradproof.tape.shards import is_sharded
+from gradproof.tape.shards import is_sharded, parts_of
 
 if TYPE_CHECKING:
     from gradproof.probes.session import Session
     from gradproof.probes.step import OpenStep
 
-IN_TURN, MOST_IN_TURN = 16, 1 << 22  # tensors, and entries, whose exact sum is taken in one step
-MASK = (1 << 48) - 1
+MOST_IN_TURN = 1 << 22  # entries whose exact sum is taken in one step
+MASK = (1 << SUM_BITS) - 1
 LARGEST_BATCH = 1 << 20  # entries of an argument that are added up
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AVERAGING_STEPS = (1, 2, 4, 8)  # at which gradients are held against those that were averaged
@@ -109,14 +117,15 @@ class Prints:
 
     def _note_sharding(self, parameters: list[Tensor]) -> None:
         """Whether each rank holds a part of every parameter, and gets data of its own all the same."""
-        meshes = [p.device_mesh for p in parameters if holders_of(p)]  # type: ignore[attr-defined]
+        sharded = [p for p in parameters if is_sharded([p])]
         by_module = any(
             cls.__name__ == "FSDPModule"
             for root in self._session.names.roots.values()
             for cls in type(root).__mro__
         )
-        every = bool(meshes) and all(mesh.ndim == 1 and mesh.size() == self._world for mesh in meshes)
+        every = bool(sharded) and all(feeds_every_rank(p, self._world) for p in sharded)
         self._session.facts["fully_sharded"] = by_module and every
+        self._session.pace.purse.keeps_time = bool(sharded)
         models = [p for root in self._session.names.roots.values() for p in root.parameters()]
         held = set(map(id, parameters))
         late = is_sharded(models) and not is_sharded(parameters) and held.isdisjoint(map(id, models))
@@ -125,19 +134,18 @@ class Prints:
     def _measure(self, step: OpenStep, kind: str, tensors: dict[str, Tensor]) -> None:
         parts: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            holders = holders_of(tensor)
-            self._number(kind, name, holders)
+            self._number(kind, name, parts_of(tensor))
             part = measuring.local(tensor)
             parts.setdefault(part.device, {})[name] = part
         for group in parts.values():
             step.reading.add(f"print {len(step.prints)}", measuring.square_sums(list(group.values())))
             step.prints.append((kind, list(group)))
 
-    def _number(self, kind: str, name: str, holders: int) -> int:
+    def _number(self, kind: str, name: str, parts: int) -> int:
         key = (kind, name)
         if key not in self._numbers:
             self._numbers[key] = len(self._listed)
-            self._listed.append([kind, name, holders])
+            self._listed.append([kind, name, parts])
             self._writer.set_info(prints=self._listed)
         return self._numbers[key]
 
@@ -211,7 +219,7 @@ class Prints:
 
     def _hear_of_gradients(self) -> None:
         """Of a few parameters: the gradient as this rank alone has computed it."""
-        those = [(n, p) for n, p in self._session.names.trainable() if p.is_leaf and holders_of(p) == 0]
+        those = [(n, p) for n, p in self._session.names.trainable() if p.is_leaf and not is_sharded([p])]
         those = [(n, p) for n, p in those if measuring.is_measurable(p) and p.numel()]
         picked = (
             [those[i * (len(those) - 1) // max(AVERAGED - 1, 1)] for i in range(AVERAGED)] if those else []
@@ -259,14 +267,16 @@ class Prints:
         row |= {key: step.row[key] for key in ("loss", "lr") if key in step.row}
         row |= {"clip": step.row["norm_before_clip"] ** 2} if "norm_before_clip" in step.row else {}
         for (kind, name), value in squares.items():
-            holders = self._listed[self._number(kind, name, 0)][2]
+            parts = self._listed[self._number(kind, name, 0)][2]
             if kind != "state":
-                field = f"{kind}_share" if holders and kind != "buffer" else kind
-                row[field] = row.get(field, 0.0) + (value / holders if holders else value)
+                field = f"{kind}_parts" if parts and kind != "buffer" else kind
+                row[field] = row.get(field, 0.0) + value * max(parts, 1)
         for key, field in (("print sums", "checksum"), ("print batch", "batch")):
             if key in found:
                 row[field] = in_order(found[key].tolist())
-        row |= {key: math.inf for key in ("loss", "gradient", "weight") if math.isnan(row.get(key, 0.0))}
+        for key in ("loss", "gradient", "gradient_parts", "weight", "weight_parts"):
+            if math.isnan(row.get(key, 0.0)):
+                row[key] = math.inf
         self._writer.append(PRINTS_FILE, pack_row(**row))
         if squares:
             numbers = [self._numbers[key] for key in squares]
@@ -303,14 +313,10 @@ def clipped(step: OpenStep) -> bool:
     return "clip_limit" in step.row and "norm_before_clip" in step.row
 
 
-def holders_of(tensor: Tensor) -> int:
-    """Of a sharded tensor: how many ranks hold the same part of it. 0 of any other."""
-    if not hasattr(tensor, "to_local"):
-        return 0
-    mesh, same = tensor.device_mesh, 1  # type: ignore[attr-defined]
-    for dimension, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        same *= mesh.size(dimension) if placement.is_replicate() else 1
-    return same
+def feeds_every_rank(parameter: Any, world: int) -> bool:
+    """FSDP over all ranks, or over some of them with copies in between (HSDP): no rank shares its data with another."""
+    *outer, inner = parameter.placements
+    return parameter.device_mesh.size() == world and inner.is_shard() and all(p.is_replicate() for p in outer)
 
 
 def is_mean(root: Any) -> bool:

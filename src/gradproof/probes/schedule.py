@@ -7,6 +7,7 @@ distributions).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -127,6 +128,7 @@ class Purse:
     DEAR = (
         1.5  # seconds: after a first step of less, the last of them is, too, and tells what such a step takes
     )
+    EARLY = 64  # steps that are measured as long as there is something to spend
     ONCE = 0.75  # of what the first step took, at a guess, is done once: kernels are compiled, tables made
 
     def __init__(self, budget: float, grace: float | None = None) -> None:
@@ -136,6 +138,9 @@ class Purse:
         self._deep_spent = 0.0
         self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
         self.left_out = 0  # steps that were not even measured lightly
+        self.keeps_time = (
+            False  # several ranks hold parts of one model: what is measured at the same step counts
+        )
 
     def choose(self, step: int, elapsed: float, taken: float = 0.0) -> int:
         """The deepest depth that is affordable for the step that begins now; `taken` is what the first ones took."""
@@ -146,12 +151,24 @@ class Purse:
         half = (self.grace + self.budget * elapsed) / 2
         deep_left = half - self._deep_spent
         light_left = half - (self.spent - self._deep_spent)
-        if self._price[EVERYTHING] <= deep_left:
+        if self._price[EVERYTHING] <= deep_left and self._is_on_the_beat(step, elapsed, deep_left):
             return EVERYTHING
         if self._price[LIGHT] <= light_left:
             return LIGHT
         self.left_out += 1
         return BARE
+
+    def _is_on_the_beat(self, step: int, elapsed: float, left: float) -> bool:
+        """Ranks that afford a deep step now and then take the multiples of a power of two: nobody has to be asked.
+
+        Who has saved more takes those of a smaller one, and all of the others' among them.
+        """
+        price, income = self._price[EVERYTHING], self.budget * elapsed / 2 / step
+        if not self.keeps_time or (step < self.EARLY and left > 2 * price):
+            return True
+        between = math.ceil(price / max(income, 1e-12))
+        saved = int(left / (4 * price + 1e-12)) if price else between
+        return step % max(1, 1 << (between - 1).bit_length() >> saved.bit_length()) == 0
 
     def overdrawn(self, elapsed: float) -> bool:
         """More was spent than the budget allows, grace apart."""

@@ -22,7 +22,9 @@ PRINTS_FILE = "prints.bin"
 TENSOR_PRINTS_FILE = "tensor_prints.bin"
 LARGEST_TENSOR_PRINTS = 1 << 30  # bytes
 
-MAGIC = 0x31725047
+IN_TURN = 16  # tensors whose bits are added up in one step
+SUM_BITS = 48  # of the sum of their bits: a float64 holds it exactly
+MAGIC = 0x32725047
 ROW = np.dtype(
     [
         ("magic", "<u4"),
@@ -32,11 +34,11 @@ ROW = np.dtype(
         ("own", "<f4"),  # seconds until the first backward: the part in which few wait for others
         ("loss", "<f8"),  # inf: not finite
         ("lr", "<f8"),
-        # Σx² of what lies on this rank; `…_share` of what is sharded, divided by how many ranks hold the same part
+        # Σx² of what lies on this rank; `…_parts` of what is sharded, times the number of parts that it is cut into
         ("gradient", "<f8"),
-        ("gradient_share", "<f8"),
+        ("gradient_parts", "<f8"),
         ("weight", "<f8"),  # before the update
-        ("weight_share", "<f8"),
+        ("weight_parts", "<f8"),
         ("buffer", "<f8"),
         ("checksum", "<f8"),  # of some weights, in turn, exact: a whole number below 2⁴⁸
         ("batch", "<f8"),  # the same of what the model was called with

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from gradproof.record.prints import (
     read_rows,
     read_tensors,
 )
-from gradproof.record.run import Run, open_run
+from gradproof.record.run import open_run
 from gradproof.record.schema import INFO_FILE
 from gradproof.record.shapes import clean_info
 
@@ -63,14 +64,14 @@ class Ranks:
 
         nan where a rank has not measured its part.
         """
-        groups = self.groups()
-        plain, shares = self.tables[kind], self.tables[f"{kind}_share"]
+        plain, parts = self.tables[kind], self.tables[f"{kind}_parts"]
+        neither = np.isnan(plain) & np.isnan(parts)
+        own = np.where(
+            neither, np.nan, np.nan_to_num(plain, posinf=np.inf) + np.nan_to_num(parts, posinf=np.inf)
+        )
         total = np.zeros(len(self.steps))
-        for members in groups:
-            rows = [self.numbers.index(rank) for rank in members]
-            own = np.where(np.isnan(plain[rows]) & ~np.isnan(shares[rows]), 0.0, plain[rows])
-            total += own.mean(axis=0)  # alike on all, or as good as any
-        total += np.where(np.isnan(shares) & ~np.isnan(plain), 0.0, shares).sum(axis=0)
+        for members in self.groups():
+            total += own[[self.numbers.index(rank) for rank in members]].mean(axis=0)
         return np.sqrt(total)
 
     def groups(self) -> list[list[int]]:
@@ -82,7 +83,7 @@ class Ranks:
         return list(found.values())
 
     def tensors(self, rank: int) -> dict[int, dict[tuple[str, str], tuple[float, int]]]:
-        """Σx² and number of holders of each tensor of a rank by kind and name, at landmarks."""
+        """Σx² of each tensor of a rank, and into how many parts it is cut, by kind and name, at landmarks."""
         listed = self.infos[rank].get("prints", [])
         return {
             step: {
@@ -104,8 +105,13 @@ class Ranks:
                 for (what, name), part in found[step].items():
                     if what == kind:
                         parts.setdefault(name, []).append(part)
-            whole[step] = {name: whole_of(given) for name, given in parts.items()}
+            whole[step] = {name: whole_of(given, self._holders[name]) for name, given in parts.items()}
         return whole
+
+    @cached_property
+    def _holders(self) -> Counter[str]:
+        """How many ranks know a parameter."""
+        return Counter(p["name"] for info in self.infos.values() for p in info.get("parameters", ()))
 
     def narrow(self, first: int, last: int) -> Ranks:
         """The same with every step of a stretch, and no other."""
@@ -114,14 +120,17 @@ class Ranks:
     @cached_property
     def sharded(self) -> bool:
         return any(info.get("facts", {}).get("sharded") for info in self.infos.values()) or any(
-            holders for info in self.infos.values() for _, _, holders in info.get("prints", ())
+            parts for info in self.infos.values() for _, _, parts in info.get("prints", ())
         )
 
 
-def whole_of(parts: list[tuple[float, int]]) -> float:
-    """The norm of one parameter from Σx² and number of holders on each rank: shards add up, copies are alike."""
-    shards = [square / holders for square, holders in parts if holders]
-    return float(np.sqrt(sum(shards) if shards else np.mean([square for square, _ in parts])))
+def whole_of(parts: list[tuple[float, int]], holders: int = 0) -> float:
+    """The norm of one tensor from Σx² on each rank, and how many parts it is cut into (0: not at all).
+
+    Copies are alike, and each part lies on as many ranks as any other; one that holds none may not have written of it.
+    """
+    known = max(len(parts), holders) if parts[0][1] else len(parts)
+    return float(np.sqrt(sum(square * max(cut, 1) for square, cut in parts) / known))
 
 
 def find_ranks(path: str | os.PathLike) -> dict[int, Path]:
@@ -158,36 +167,6 @@ def read_ranks(path: str | os.PathLike) -> Ranks | None:
     if len(infos) < 2:
         return None
     return assemble({rank: paths[rank] for rank in infos}, infos)
-
-
-def open_whole(path: str | os.PathLike) -> Run:
-    """A run as `open_run` reads it; of a training of several ranks rank 0's, with the norms of the whole model.
-
-    Where a script has trained in ranks that it started, its own run is empty: the first rank's is opened.
-    """
-    run = first_with_steps(open_run(path))
-    ranks = run.ranks = read_ranks(run.path) if run.info.get("world", 2) > 1 else None
-    if ranks is not None and ranks.sharded:
-        _, here, there = np.intersect1d(run.steps["step"], ranks.steps, return_indices=True)
-        for column, kind in (("grad_norm", "gradient"), ("weight_norm", "weight")):
-            whole = np.full(len(run), np.nan)  # a part is no norm of the model
-            whole[here] = ranks.whole_norm(kind)[there]
-            run.steps[column], run.seen[column] = whole, np.isfinite(whole) | run.seen[column]
-    return run
-
-
-def first_with_steps(run: Run) -> Run:
-    """The run itself; of a script that trained in ranks which it started, that of its first rank."""
-    if len(run):
-        return run
-    for place in find_ranks(run.path).values():
-        try:
-            found = open_run(place)
-        except UserError:
-            continue
-        if len(found):
-            return found
-    return run
 
 
 def assemble(

@@ -61,6 +61,9 @@ PARAMETER = record(
         "optimizer": maybe(whole),
         "gradient": flag,
         "changed": flag,
+        "part": pair_of(
+            whole, whole
+        ),  # of a sharded one: entries that lie on this rank, parts it is cut into
     },
 )
 
@@ -232,7 +235,7 @@ FACTS: dict[str, Shape] = {
 
 
 def print_of_tensor(value: Any) -> Any:
-    """Kind, name, and of a sharded tensor how many ranks hold the same part."""
+    """Kind, name, and of a sharded tensor into how many parts it is cut."""
     if not isinstance(value, list) or len(value) != 3:
         raise Damaged("it is no fingerprint")
     return [name(value[0]), name(value[1]), whole(value[2])]

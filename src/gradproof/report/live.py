@@ -25,7 +25,6 @@ from gradproof.diagnosis.ranking import diagnose
 from gradproof.errors import UserError, plain
 from gradproof.files import has_file, open_file
 from gradproof.record.door import Damaged, read_json, whole
-from gradproof.record.ranks import open_whole
 from gradproof.record.schema import (
     EVENTS_FILE,
     EXAMINATION_FILE,
@@ -34,6 +33,7 @@ from gradproof.record.schema import (
     STEPS_FILE,
     json_line,
 )
+from gradproof.record.whole import open_whole
 from gradproof.report.html import pack_runs, render_live_page
 from gradproof.report.payload import pack_run
 

@@ -7,6 +7,7 @@ kept as it came, so that nobody has to send it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -20,6 +21,15 @@ GATHERED, PARTS = "gathered", "parts"
 
 def is_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     return any(hasattr(tensor, "to_local") for tensor in tensors)
+
+
+def parts_of(tensor: torch.Tensor) -> int:
+    """Of a sharded tensor: into how many different parts it is cut; each may lie on several ranks. 0 of any other."""
+    if not hasattr(tensor, "to_local"):
+        return 0
+    placements = enumerate(tensor.placements)  # type: ignore[attr-defined]
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return math.prod(mesh.size(d) for d, placement in placements if not placement.is_replicate())
 
 
 def is_flat(parameters: Iterable[torch.Tensor], models: Iterable[torch.nn.Module]) -> bool:

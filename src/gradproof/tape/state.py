@@ -441,9 +441,12 @@ class State:
         if (whole := self.parts.get(id(tensor))) is not None:
             self.uses_parts = True
             return self.name_of_parameter(whole)
-        for module in reversed(self.running) if isinstance(tensor, torch.nn.Parameter) else ():
+        for module in reversed(self.running):
             for name, parameter in module.named_parameters():
-                if parameter is tensor:
+                if parameter is tensor or local(parameter) is tensor:
+                    self.uses_parts |= (
+                        parameter is not tensor
+                    )  # gathered, and still a part of a tensor-parallel layer
                     path = self.module_paths.get(id(module), "")
                     return f"{path}.{name}" if path else name
         return None

@@ -32,50 +32,70 @@ function rangeOf(ranks, name) {
 
 /** Rank × step: the darker, the farther from what most ranks have; nothing is drawn where they agree to 1e-6. */
 function differenceMap({ ranks, steps }) {
-  const size = 10;
   const cells = ranks.flatMap((each, line) =>
     each.away.map((value, column) => {
       if (value === null || value < 1e-6) return null;
       const shade = Math.min(1, 0.25 + (Math.log10(value) + 6) / 8);
       return svg(
         "rect",
-        { x: column * 6, y: line * size, width: 6, height: size - 1, "fill-opacity": shade.toFixed(2) },
+        { x: column, y: line + 0.05, width: 1, height: 0.9, "fill-opacity": shade.toFixed(2) },
         svg("title", {}, `rank ${each.rank}, step ${steps[column]}: ${short(100 * value)} % from the others`),
       );
     }),
   );
   const label = "rank × step: how far weights and gradients of each rank are from those of the others";
-  const box = `0 0 ${6 * steps.length} ${size * ranks.length}`;
-  return svg("svg", { viewBox: box, class: "rank-map", role: "img", "aria-label": label }, cells.filter(Boolean));
+  const box = `0 0 ${steps.length} ${ranks.length}`;
+  const map = svg("svg", { viewBox: box, preserveAspectRatio: "none", class: "rank-map", role: "img", "aria-label": label }, cells.filter(Boolean));
+  map.style.height = `${18 * ranks.length}px`;
+  return h(
+    "div",
+    { class: "rank-grid" },
+    h("div", { class: "rank-names" }, ranks.map((each) => h("span", {}, `rank ${each.rank}`))),
+    map,
+    h("span"),
+    h("div", { class: "rank-steps" }, h("span", {}, `step ${steps[0]}`), h("span", {}, `step ${steps[steps.length - 1]}`)),
+  );
+}
+
+/** In words: who there is, who is slow, who is not like the others. */
+function aboutRanks(found) {
+  const apart = found.ranks.filter((each) => each.away.some((value) => value > 1e-6));
+  const since = (each) => `rank ${each.rank} (first at step ${found.steps[each.away.findIndex((value) => value > 1e-6)]})`;
+  const slow = found.slowest;
+  const alike = found.compared
+    ? "weights and gradients are alike on all ranks, at every step that was compared"
+    : "each rank holds a part of the model: their weights and gradients are not meant to be alike, and are not compared";
+  return [
+    `${found.world} ranks` + (found.missing.length ? `; no record of ${found.missing.join(", ")}` : ""),
+    slow && `slowest: rank ${slow.rank}, ${short(1000 * slow.own)} ms from the begin of a step to its backward (the others: ${short(1000 * slow.others)} ms)`,
+    apart.length ? `not like the others: ${apart.map(since).join(", ")}` : alike,
+  ].filter(Boolean);
 }
 
 function renderRanks(run) {
   const found = run.facts.ranks;
   if (!found) return null;
-  const { ranks, steps } = found;
+  const { ranks } = found;
   const [lowLoss, highLoss] = rangeOf(ranks, "loss");
   const [lowNorm, highNorm] = rangeOf(ranks, "gradient");
-  const apart = ranks.filter((each) => each.away.some((value) => value > 1e-6));
-  const slow = found.slowest === null ? null : ranks.find((each) => each.rank === found.slowest);
-  const lines = [
-    `${found.world} ranks` + (found.missing.length ? `; no record of ${found.missing.join(", ")}` : ""),
-    slow && slow.own !== null && `slowest: rank ${slow.rank}, ${short(1000 * slow.own)} ms from the begin of a step to its backward`,
-    apart.length
-      ? `not alike at every step: rank ${apart.map((each) => each.rank).join(", ")}`
-      : "weights and gradients are alike on all ranks at every step that was compared",
-  ];
+  const norm = found.compared ? "gradient norm" : "gradient norm, from its part";
   return [
-    card(lines.filter(Boolean).map((line) => h("p", {}, line))),
-    apart.length > 0 && card(h("h3", {}, `Rank × step, steps ${steps[0]} to ${steps[steps.length - 1]}`), differenceMap(found)),
+    card(aboutRanks(found).map((line) => h("p", {}, line))),
+    ranks.some((each) => each.away.some((value) => value > 1e-6)) &&
+      card(
+        h("h3", {}, "Rank × step"),
+        differenceMap(found),
+        h("p", { class: "hint" }, "Red: weights or gradients are not those of the other ranks; the darker, the farther (a millionth to all of it). Point at a cell for its number."),
+      ),
     card(
       table(
-        ["rank", "loss", "gradient norm", "last step", "end"],
+        ["rank", `loss, ${short(lowLoss)} to ${short(highLoss)}`, `${norm}, ${short(lowNorm)} to ${short(highNorm)}`, "last whole step", "now"],
         ranks.map((each) =>
           row(String(each.rank), [
             h("td", {}, smallCurve(each.loss, lowLoss, highLoss, `loss of rank ${each.rank}`)),
             h("td", {}, smallCurve(each.gradient, lowNorm, highNorm, `gradient norm of rank ${each.rank}`)),
-            String(each.last),
-            each.ended ? "recorded" : each.stands ? `not recorded; last at ${each.stands}` : "not recorded",
+            each.last < 0 ? "none" : String(each.last),
+            each.now,
           ]),
         ),
       ),
