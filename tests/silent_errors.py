@@ -14,7 +14,7 @@ from gradproof.faults.fault import Edits, edited
 
 SCRIPTS = Path(__file__).parent / "silent"
 LIMIT = 400  # seconds of one training, on a machine that does much else
-ASKED = ("--examine", "20s")
+ASKED = ("--examine", "60s")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Halves(nn.Module):
 centres = torch.randn(4, 16)
 model = Halves()
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-for step in range(200):
+for step in range(100):
     y = torch.randint(4, (32,))
     x = centres[y] + torch.randn(32, 16)
     loss = F.cross_entropy(model(x), y)

@@ -96,6 +96,7 @@ def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
             where=where,
             fix="test the memory and the links between the devices (NCCL_P2P_DISABLE=1 goes around them), and look for "
             "code that writes to this memory past PyTorch",
+            lasting=True,  # a step that lost nothing does not bring back what another lost
             confidence="likely",
         )
 
