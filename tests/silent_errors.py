@@ -155,32 +155,10 @@ def diagnose(error: Error, faulty: bool, folder: Path, *options: str) -> tuple[l
 
 
 if __name__ == "__main__":
-    import time
-
-    for error in ERRORS:
-        if len(sys.argv) > 2 and not any(word in error.name for word in sys.argv[2:]):
-            continue
-        for faulty in (True, False):
-            began = time.time()
-            causes, _ = diagnose(
-                error,
-                faulty,
-                Path(sys.argv[1]) / error.name / ("faulty" if faulty else "repaired"),
-                "--examine",
-                "12s",
-            )
-            print(
-                f"{error.name} {'faulty' if faulty else 'repaired'} {time.time() - began:.0f} s", flush=True
-            )
+    into, *words = sys.argv[1:]
+    for error in (e for e in ERRORS if not words or any(word in e.name for word in words)):
+        for state in ("faulty", "repaired"):
+            causes, _ = diagnose(error, state == "faulty", Path(into) / error.name / state)
+            print(error.name, state, flush=True)
             for cause in causes[:4]:
-                said = " ".join(cause.get("evidence", []))[:200]
-                print(
-                    "   ",
-                    cause["level"],
-                    cause.get("confidence"),
-                    cause["id"],
-                    "@",
-                    cause.get("where"),
-                    "|",
-                    said,
-                )
+                print("   ", cause["level"], cause["id"], cause["where"], *cause["evidence"][:1])
