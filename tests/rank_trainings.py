@@ -281,8 +281,35 @@ def accumulated_loudly(rank):
         optimizer.step()
 
 
+def lost_now_and_then(rank):
+    """At two steps of twelve a part of the average does not arrive at rank 1."""
+    model, steps = net(), iter(range(STEPS))
+
+    def lossy(model):
+        average(model)
+        if next(steps) in (3, 8) and rank == 1:
+            model[0].weight.grad[4:].zero_()
+
+    loop(model, sgd(model), rank, between=lossy)
+
+
+def clipped_on_rank_0(rank):
+    """Both ranks have the same gradients, and one of them clips."""
+    model = net()
+
+    def clip(model):
+        average(model)
+        if rank == 0:
+            for p in model.parameters():
+                p.grad *= 0.5
+
+    loop(model, sgd(model), rank, between=clip)
+
+
 PLANTED = {
     accumulated_loudly: ("distributed-desync/without-no-sync", "rank_trainings.py"),
+    lost_now_and_then: ("distributed-desync/lost-on-the-way", "0.weight"),
+    clipped_on_rank_0: ("distributed-desync/own-clip", "0.weight"),
     sharded_late: ("distributed-desync/sharded-late", "rank_trainings.py"),
     same_augmentations: ("distributed-desync/same-random-numbers", "rank_trainings.py"),
     never_wrapped: ("distributed-desync/gradients-not-averaged", "0.weight"),
@@ -400,6 +427,29 @@ def local_steps(rank):
                 p.data /= WORLD
 
     loop(model, torch.optim.SGD(model.parameters(), lr=0.05), rank, after=after)
+
+
+class Half(nn.Module):
+    """Half of the units of a hidden layer; what both ranks' halves say is added up."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+        torch.manual_seed(1 + rank)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1, bias=False)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, x):
+        own = self.down(self.up(x).tanh())
+        whole = own.detach().clone()
+        dist.all_reduce(whole)
+        return own + (whole - own).detach() + self.bias
+
+
+def halves_of_a_layer(rank):
+    """Tensor parallelism by hand: one batch, one loss, weights of each rank's own."""
+    model = Half(rank)
+    loop(model, sgd(model), rank, data=lambda rank, step: batch(0, step))
 
 
 class Experts(nn.Module):
@@ -621,6 +671,7 @@ def scheduled_pipeline(rank):
 
 
 HEALTHY = (
+    halves_of_a_layer,
     wrapped,
     wrapped_after_the_optimizer,
     averaged_by_hand,

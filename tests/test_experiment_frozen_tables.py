@@ -164,3 +164,37 @@ def test_fresh_draws(draw):
 def test_tables_with_something_in_them(table):
     torch.manual_seed(0)
     assert not looks_drawn(table())
+
+
+def flat():
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 20)), torch.randn(20, 16)
+
+
+def over_images():
+    body = [nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveMaxPool2d(1), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(16, 20)), torch.randn(20, 1, 6, 6)
+
+
+@pytest.mark.parametrize("make", [flat, over_images])
+@pytest.mark.parametrize("frozen", [(0, -1), (0,)], ids=["with the last layer", "without it"])
+def test_a_frozen_last_layer_of_random_numbers(make, frozen):
+    torch.manual_seed(0)
+    model, classes = make()
+    for place in frozen:
+        model[place].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+
+    def step():
+        y = torch.randint(20, (32,), generator=generator)
+        noise = torch.randn((32, *classes.shape[1:]), generator=generator)
+        loss = nn.functional.cross_entropy(model(classes[y] + 0.2 * noise), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = examine(is_a_random_table_frozen, model, optimizer, step, steps=16)
+    assert ids(found) == ({"param-not-updated/frozen-last-layer"} if -1 in frozen else set())
+    last = f"{len(model) - 1}.weight"
+    assert all(verdict.where.startswith(last) for verdict in found)

@@ -128,3 +128,63 @@ def test_a_generator_that_waits_for_its_turn_has_an_optimizer(forgotten, tmp_pat
     found = watch_script(tmp_path, monkeypatch, text)
     said, _ = found.ask("does_the_optimizer_hold_everything", steps=(1,))
     assert [v.id for v in said] == (["param-not-updated/not-in-optimizer"] if forgotten else [])
+
+
+class Traced(torch.optim.SGD):
+    """Steps what had a gradient when it was traced last, which is when some had none."""
+
+    kept = None
+
+    def step(self, closure=None):
+        held = self.param_groups[0]["params"]
+        if self.kept is None or any(p.grad is None for p in held):
+            self.kept = [p.grad is not None for p in held]
+        gradients = [p.grad for p in held]
+        for p, kept in zip(held, self.kept, strict=True):
+            p.grad = p.grad if kept else None
+        super().step()
+        for p, gradient in zip(held, gradients, strict=True):
+            p.grad = gradient
+
+
+@pytest.mark.parametrize("kind", [Traced, torch.optim.SGD])
+@pytest.mark.parametrize("convolves", [False, True])
+def test_steps_that_pass_over_what_they_changed_before(kind, convolves):
+    torch.manual_seed(0)
+    if convolves:
+        model, x = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 1, 3)), torch.randn(8, 2, 9)
+    else:
+        model, x = Stack(), torch.randn(8, 4)
+    first, last = next(iter(model.named_parameters()))[0], list(model.children())[-1]
+    optimizer, count = kind(model.parameters(), lr=0.01), iter(range(100))
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        if next(count) == 2:
+            for p in set(model.parameters()) - set(last.parameters()):
+                p.grad = None
+        optimizer.step()
+        return loss.detach()
+
+    found = examine(does_the_optimizer_hold_everything, model, optimizer, step, steps=13)
+    assert ids(found) == ({"param-not-updated/passed-over"} if kind is Traced else set())
+    assert all(verdict.where.startswith(first) for verdict in found)
+
+
+def test_who_trains_its_parts_in_turns_passes_over_nothing():
+    model = Stack()
+    groups = [{"params": model.layers.parameters()}, {"params": model.head.parameters()}]
+    optimizer, count = torch.optim.SGD(groups, lr=0.01), iter(range(100))
+    x = torch.randn(8, 4)
+
+    def step():
+        optimizer.param_groups[next(count) // 10]["lr"] = 0.0  # layers at first, the head later
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    assert ids(examine(does_the_optimizer_hold_everything, model, optimizer, step, steps=13)) == set()

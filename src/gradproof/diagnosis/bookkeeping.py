@@ -64,6 +64,25 @@ def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
         yield Symptom("dropout_always_on", "problem", text, None, where, suspects)
 
 
+UNTURNED = (
+    0.3  # of the largest singular value; one pass in train mode brings a random matrix to about half of it
+)
+
+
+def evaluated_too_soon(run: Run) -> Iterator[Symptom]:
+    """A spectral norm that divides by what its first, random vectors say: no pass in train mode has turned them yet."""
+    seen = facts(run, "spectral_norm")
+    if seen and seen["share"] < UNTURNED and "line" in seen:
+        text = (
+            f"the spectral norm of {seen['module']} is evaluated ({seen['line']}, step {seen['step']}) before a pass "
+            f"in train mode has moved its statistics: it divides the weight by {seen['share']:.2g} of its largest "
+            f"singular value, and what comes out is {1 / max(seen['share'], 1e-12):.3g} times too large"
+        )
+        where = f"{seen['module']} ({seen['line']})"
+        suspects = ("normalization-error/not-yet-updated",)
+        yield Symptom("evaluated_too_soon", "warning", text, seen["step"], where, suspects)
+
+
 def loads_nothing(run: Run) -> Iterator[Symptom]:
     """A load_state_dict that was given the model's own tensors, or whose keys fit nowhere."""
     for load in facts(run, "loads") or ():
@@ -172,6 +191,19 @@ def pairs_change(run: Run) -> Iterator[Symptom]:
         text = f"of {seen['again']} samples that a loader handed out again, {seen['other']} had another target before"
         suspects = ("data-target-misaligned/pairs-change",)
         yield Symptom("pairs_change", "problem", text, None, seen["line"] or None, suspects)
+
+
+def workers_draw_alike(run: Run) -> Iterator[Symptom]:
+    """Workers of one loader that begin with one state of a generator: the same noise, crops and turns from each."""
+    seen = facts(run, "worker_draws")
+    if seen:
+        whose = {"torch": "PyTorch's", "numpy": "NumPy's", "python": "Python's"}.get(seen["generator"])
+        what = f"{whose} generator" if whose else "a generator that the data set holds"
+        text = f"{seen['alike']} of {seen['workers']} workers begin with the same state of {what} and draw from it: "
+        text += "each gives its samples the random numbers that another has given to others"
+        where = f"{seen['line']}, {line}" if (line := line_of(run, "loader")) else seen["line"]
+        suspects = ("data-order-or-sampling/workers-draw-alike",)
+        yield Symptom("workers_draw_alike", "warning", text, 0, where, suspects)
 
 
 def files_as_text(run: Run) -> Iterator[Symptom]:
@@ -479,12 +511,14 @@ def _momentum(run: Run) -> bool:
 
 BOOKKEEPING = (
     validates_in_train_mode,
+    evaluated_too_soon,
     loads_nothing,
     loads_overwritten,
     optimizer_state_lost,
     average_too_slow,
     stored_data_changed,
     pairs_change,
+    workers_draw_alike,
     files_as_text,
     clip_misses,
     clip_sets_the_step,

@@ -24,7 +24,10 @@ MOST_RANKS = 256
 
 
 def ranks_lost(ranks: Ranks, run: Run) -> Iterator[Symptom]:
-    """Where the record of a rank has no end: who stopped first; or who all others wait for."""
+    """Who waited in vain; where the record of a rank has no end: who stopped first, or who all others wait for."""
+    if (apart := waited_in_vain(ranks)) is not None:
+        yield apart
+        return
     open_ended = [rank for rank, info in ranks.infos.items() if "ended" not in info][:MOST_RANKS]
     flights = {
         rank: flight for rank in open_ended if (flight := read_flight(ranks.paths[rank])) and flight.events
@@ -42,6 +45,26 @@ def ranks_lost(ranks: Ranks, run: Run) -> Iterator[Symptom]:
         yield hang(ranks, flights, standing)
     elif time.time() - max(flight.beat for flight in flights.values()) > SILENT:
         yield from died(ranks, flights)
+
+
+def waited_in_vain(ranks: Ranks) -> Symptom | None:
+    """Ranks that raised in a collective while another stood in a different one, or in the same at another line."""
+    failed = {
+        rank: found
+        for rank, info in ranks.infos.items()
+        if (found := info.get("facts", {}).get("collective_failed"))
+    }
+    kinds = [(found["what"], found["line"]) for found in failed.values()]
+    if len(set(kinds)) < 2:
+        return None
+    odd = min(failed, key=lambda rank: kinds.count((failed[rank]["what"], failed[rank]["line"])))
+    said = [f"rank {rank} in {found['what']} at {found['line']}" for rank, found in sorted(failed.items())]
+    text = "the ranks waited for each other in different collectives, until one gave up: " + "; ".join(
+        said[:4]
+    )
+    text += f" ({failed[odd]['text'][:80]})"
+    places = ", ".join(dict.fromkeys(found["line"] for found in failed.values()))
+    return Symptom("ranks_hang", "problem", text, failed[odd]["step"], places, ("distributed-desync/hang",))
 
 
 def never_began(ranks: Ranks, open_ended: list[int]) -> Iterator[Symptom]:

@@ -19,6 +19,11 @@ from gradproof.record.schema import EVENTS_FILE, EXAMINATION_FILE
 FEWEST = 5  # steps that two ranks have in common
 SAME = 1e-4  # relative difference of norms that the order of sums explains
 EXACT = 1e-12  # of norms of the same bits
+ONE_LOSS = 1e-5  # relative difference of a loss that two ranks compute from one output, in float32
+ONE_FACTOR, TENSORS = (
+    1e-4,
+    3,
+)  # so many gradients that differ by one factor, to this, are the same gradients, scaled
 MOST_RANKS = 256  # whose events are read
 MANY_BITS = -1
 DRAWN_AT = (1, 2, 4, 8)  # steps at whose begin the states of the generators are noted
@@ -44,7 +49,17 @@ def copies(ranks: Ranks, run: Run) -> list[int]:
     if ranks.sharded or line_of(run, *STAGES):
         return []
     members = max(ranks.groups(), key=len)
-    return members if len(members) > 1 else []
+    return members if len(members) > 1 and not parts_of_one(ranks, members) else []
+
+
+def parts_of_one(ranks: Ranks, members: list[int]) -> bool:
+    """Whether ranks with different weights begin with one loss of one batch: they compute it together, each a part."""
+    rows = [ranks.numbers.index(rank) for rank in members]
+    batch, loss, weight = (ranks.tables[kind][rows, :1] for kind in ("batch", "loss", "weight"))
+    if not batch.size or not np.isfinite([batch, loss, weight]).all():
+        return False
+    one_loss = np.ptp(loss) <= ONE_LOSS * np.abs(loss).max()
+    return bool(np.ptp(batch) == 0 and one_loss and np.ptp(weight) > 2 * SAME * np.abs(weight).max())
 
 
 def drifted_apart(ranks: Ranks, run: Run) -> Iterator[Symptom]:
@@ -57,6 +72,8 @@ def drifted_apart(ranks: Ranks, run: Run) -> Iterator[Symptom]:
         return  # averaged now and then, on purpose; experts of each rank's own
     if gradients.mostly():
         yield not_averaged(ranks, run, gradients, members)
+    elif weights.first is not None and gradients.apart[gradients.steps < weights.first].any():
+        yield lost_on_the_way(ranks, run, gradients)
     elif weights.first is not None and weights.known >= FEWEST and gradients.known >= FEWEST:
         yield weights_differ(ranks, run, weights, gradients)
     else:
@@ -127,6 +144,65 @@ def not_averaged(ranks: Ranks, run: Run, gradients: Apart, members: list[int]) -
     return Symptom(
         "ranks_differ", "problem", text + why, step, place(name, line), (f"distributed-desync/{what}",)
     )
+
+
+def lost_on_the_way(ranks: Ranks, run: Run, gradients: Apart) -> Symptom:
+    """The gradients agree at most steps and differ at some: what is averaged does not always arrive."""
+    at = gradients.steps[gradients.apart]
+    step = int(at[0])
+    one, other = gradients.pair(step)
+    differing, _ = differing_tensors(ranks, one, other, "gradient", step)
+    name, line = differing[0] if differing else "", line_of(run, "all_reduce", "ddp")
+    text = f"the optimizers of rank {one} and rank {other} see the same gradients at {gradients.known - len(at)} of "
+    text += f"{gradients.known} steps and different ones at {len(at)}, first at step {step}, there "
+    text += (
+        f"{gradients.percent(step)} apart in size"
+        + (f", in {name}" if name else "")
+        + ". What is averaged does not always arrive"
+    )
+    return Symptom(
+        "ranks_differ", "problem", text, step, place(name, line), ("distributed-desync/lost-on-the-way",)
+    )
+
+
+def scaled_apart(ranks: Ranks, run: Run) -> Iterator[Symptom]:
+    """Parameters that two ranks hold alike, whose gradients differ by one factor: one rank has scaled them."""
+    members = max(ranks.groups(), key=len)
+    if ranks.sharded or len(members) < 2:
+        return
+    one, other = members[:2]
+    mine, theirs = ranks.tensors(one), ranks.tensors(other)
+    for step in sorted(set(mine) & set(theirs)):
+        factor, names = common_factor(mine[step], theirs[step])
+        if len(names) >= TENSORS:
+            line = line_of(run, "clip", "step")
+            text = (
+                f"the gradients of {names[0]} and {len(names) - 1} other parameters that rank {one} and rank "
+            )
+            text += f"{other} hold alike are {factor:.4g} times as long on rank {other} as on rank {one}, all by this "
+            text += "factor: the same gradients, which one rank has scaled or clipped and the other has not"
+            yield Symptom(
+                "ranks_clip_apart",
+                "problem",
+                text,
+                step,
+                place(names[0], line),
+                ("distributed-desync/own-clip",),
+            )
+            return
+
+
+def common_factor(mine: dict, theirs: dict) -> tuple[float, list[str]]:
+    """The factor other than 1 by which most gradients of equal weights differ, and the names of those."""
+    ratios: list[tuple[float, str]] = []
+    for (kind, name), (square, _) in mine.items():
+        weights = [found.get(("weight", name), (np.nan, 0))[0] for found in (mine, theirs)]
+        there = theirs.get((kind, name), (0.0, 0))[0]
+        if kind == "gradient" and weights[0] == weights[1] and square > 0 and there > 0:
+            ratios.append((float(np.sqrt(there / square)), name))
+    scaled = [ratio for ratio, _ in ratios if abs(ratio - 1) > 10 * ONE_FACTOR]
+    best = max(scaled, key=lambda r: sum(abs(r / other - 1) <= ONE_FACTOR for other in scaled), default=1.0)
+    return best, [name for ratio, name in ratios if best != 1.0 and abs(ratio / best - 1) <= ONE_FACTOR]
 
 
 def weights_differ(ranks: Ranks, run: Run, weights: Apart, gradients: Apart) -> Symptom:
@@ -573,6 +649,7 @@ def reduces_each_part(ranks: Ranks, run: Run) -> Iterator[Symptom]:
 CHECKS = (
     ranks_lost,
     first_nonfinite,
+    scaled_apart,
     drifted_apart,
     wrongly_averaged,
     fed_alike,

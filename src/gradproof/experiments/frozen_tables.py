@@ -1,7 +1,9 @@
-"""Is a table of random numbers frozen? Embedding.from_pretrained freezes what it is given, unless freeze=False is said.
+"""Is a table of random numbers frozen, or the layer that makes the scores?
 
-That is meant for tables that somebody has trained. Handed random numbers, as an initialisation, it makes noise of them
-that stays. Whoever writes freeze=True, or requires_grad_(False), has meant it: random features are never accused.
+Embedding.from_pretrained freezes what it is given, unless freeze=False is said. That is meant for tables that somebody
+has trained. Handed random numbers, as an initialisation, it makes noise of them that stays. Whoever writes freeze=True,
+or requires_grad_(False), has meant it: random features are never accused. The last layer is none: given to the
+optimizer, frozen at random values, in a training that goes nowhere, it was frozen with the rest.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
+from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.instruments.arms import find_handling, gradient_at, steps_within, train
-from gradproof.experiments.instruments.update import named_parameters
+from gradproof.experiments.instruments.update import at_work, named_parameters
 
-ID = "param-not-updated/frozen-table"
+ID, LAST = "param-not-updated/frozen-table", "param-not-updated/frozen-last-layer"
 FIRST = 8  # steps before it is asked
 STEPS, FEWEST = 16, 8  # on one batch, with the tables and without
 LONGEST = 1.5  # seconds for both trainings
@@ -30,12 +33,15 @@ SIGMAS = 5.0
 
 
 def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:
-    """Tables frozen by default that look like a fresh draw, and with which the batch is learned much further.
+    """Tables frozen by default, or a frozen last layer, that look drawn; thawed, the batch is learned much further.
 
     A run whose loss has fallen well without them gets a warning: its table may stand for a trained one.
     """
-    found = random_tables(evidence)
-    if evidence.step < FIRST or not found:
+    found = random_tables(evidence) if evidence.step >= FIRST else {}
+    last = "" if found or evidence.step < FIRST else random_last_layer(evidence)
+    if last:
+        yield from frozen_last_layer(evidence, last)
+    if not found:
         return
     known = evidence.memory.setdefault("frozen tables", {"tries": 0, "said": None})
     if known["said"] is None and known["tries"] < TRIES:
@@ -68,6 +74,39 @@ def random_tables(evidence: Evidence) -> dict[str, dict[str, Any]]:
     tables = {name: p for name, p in named_parameters(evidence).items() if name in noted} if noted else {}
     frozen = {name: p.detach() for name, p in tables.items() if not p.requires_grad and not p.is_meta}
     return {name: noted[name] for name, table in frozen.items() if looks_drawn(table)}
+
+
+def random_last_layer(evidence: Evidence) -> str:
+    """The matrix that makes the scores, if it is frozen at random values and an optimizer that steps was given it."""
+    named, flow = named_parameters(evidence), evidence.flow
+    read = [evidence.slot(flow.behind(s, VIEWS)).name for op in flow.layers[-1:] for s in op.reads]
+    given = {id(p) for o in at_work(evidence) for group in o.param_groups for p in group["params"]}
+    for name in read:
+        p = named.get(name)
+        if p is not None and p.dim() == 2 and not p.requires_grad and not p.is_meta and id(p) in given:
+            tall = p.detach() if len(p) >= p.shape[1] else p.detach().mT
+            return name if looks_drawn(tall) else ""
+    return ""
+
+
+def frozen_last_layer(evidence: Evidence, name: str) -> Iterator[Verdict]:
+    known = evidence.memory.setdefault("frozen last layer", {"tries": 0, "said": None})
+    left = share_left(evidence)
+    if known["said"] is None and known["tries"] < TRIES and left > STUCK:
+        known["tries"] += 1
+        known["said"] = learn_with_them(evidence, {name})
+    if known["said"] is None or not left > STUCK:
+        return
+    line = next(iter(evidence.facts.lines.get("requires_grad_", ())), "")
+    yield confirmed(
+        LAST,
+        f"{name}, which makes the scores, holds random numbers and is frozen, though the optimizer was given it",
+        known["said"],
+        f"after {len(evidence.losses)} steps {100 * left:.0f} % of the first loss are left",
+        where=f"{name} ({line})" if line else name,
+        fix=f"set requires_grad = True for {name}, or load the weights that are to stay",
+        confidence="proven",
+    )
 
 
 def learn_with_them(evidence: Evidence, names: set[str]) -> str | None:

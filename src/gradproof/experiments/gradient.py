@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
 from gradproof.experiments.instruments.update import named_parameters
 from gradproof.experiments.nonfinite import place_of, step_is_nonfinite
 from gradproof.tape.execute import is_foreign
-from gradproof.tape.operations import Tape
+from gradproof.tape.operations import Operation, Tape
 from gradproof.tape.shadow import Shadow
+
+COPIES = ("copy_", "_to_copy", "clone")
+LOST, WHOLE = (
+    2,
+    3,
+)  # replayed steps that lost something, and that did not: both happen, so it is neither code nor chance
 
 FAMILY_OF = {
     "wrong backward": "wrong-gradient/backward",
@@ -28,6 +35,7 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         yield undecided("wrong-gradient", hidden)
         return
     found = evidence.shadow
+    yield from lost_in_a_copy(evidence, found)
     if found.culprits:
         culprit = found.culprits[0]
         lines = [line.strip() for line in str(culprit).splitlines()]
@@ -62,6 +70,49 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         yield excluded("wrong-gradient", reason_of(found), confidence="proven")
     elif found.notes:
         yield undecided("wrong-gradient", found.notes[0])
+
+
+def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
+    """At some steps, and not at others, what is read behind one copy is not what was copied.
+
+    Code that writes past PyTorch, or that nobody can replay, does so at every step.
+    """
+    seen = evidence.memory.setdefault("departed", {"fine": 0, "at": {}})
+    copy = None if found.departs_at is None else nearest_copy(evidence.tape, found.departs_at)
+    if copy is None:
+        seen["fine"] += not found.departed
+        return
+    where = place_of(copy.module, copy.line)
+    steps = seen["at"].setdefault(where, [])
+    steps.append(evidence.step)
+    recorded = evidence.losses[-1] if evidence.losses else math.nan
+    if len(steps) >= LOST and seen["fine"] >= WHOLE:
+        yield confirmed(
+            "aliasing-or-inplace/lost-in-a-copy",
+            f"at {len(steps)} of {len(steps) + seen['fine']} replayed steps (last {evidence.step}) what is read behind "
+            f"this copy is not what was copied; at the others every operation makes what was recorded",
+            f"{evidence.tape.operations[found.departs_at or 0].name} is the first to make something else; the loss was "
+            f"{recorded:.4g}, and is {found.loss:.4g} with what was copied",
+            where=where,
+            fix="test the memory and the links between the devices (NCCL_P2P_DISABLE=1 goes around them), and look for "
+            "code that writes to this memory past PyTorch",
+            lasting=True,  # a step that lost nothing does not bring back what another lost
+            confidence="likely",
+        )
+
+
+def nearest_copy(tape: Tape, index: int) -> Operation | None:
+    """The last copy, of numbers as they are, that an operation depends on."""
+    wanted = {tape.slots[slot].storage for slot in tape.operations[index].reads}
+    for operation in reversed(tape.operations[:index]):
+        made = {tape.slots[slot].storage for slot in (*operation.makes, *operation.writes)}
+        if wanted.isdisjoint(made):
+            continue
+        kinds = {tape.slots[slot].dtype for slot in (*operation.reads, *operation.makes)}
+        if operation.name in COPIES and len(kinds) == 1:
+            return operation
+        wanted |= {tape.slots[slot].storage for slot in operation.reads}
+    return None
 
 
 def what_is_hidden(tape: Tape) -> str:

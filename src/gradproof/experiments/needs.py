@@ -130,7 +130,6 @@ HAS: dict[str, Callable[[Evidence], bool]] = {
     "losses": lambda evidence: bool(evidence.losses),
     "facts:_evaluated": lambda evidence: bool(evidence.facts.evaluated),
     "facts:_fetched": lambda evidence: len(evidence.facts.fetched) > 1,
-    "facts:_frozen_by_default": lambda evidence: bool(evidence.facts.frozen_by_default),
     "facts:_orders": lambda evidence: bool(evidence.facts.orders),
     "facts:_samplers": lambda evidence: bool(evidence.facts.samplers),
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
 from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.instruments.update import (
+    at_work,
     doubles,
     has_gradient,
     held,
@@ -26,12 +27,15 @@ UNFREEZE = (
     'after unfreezing, optimizer.add_param_group({"params": ...}), or make the optimizer of all parameters from the '
     "start: frozen ones have no gradient and are passed over"
 )
+PASSED = 8  # taped steps in a row that leave a parameter as it is: who takes turns comes back sooner
 TIMES = 2  # looks at a converted parameter: it has a gradient, and stays as it was at the last look
 
 
 def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
     """Parameters that get a gradient and stay as they are, and why; else those that are frozen as they were made."""
-    yield from first_of(look(evidence) for look in (plain_tensor, never_changed, frozen_in_between))
+    yield from first_of(
+        look(evidence) for look in (plain_tensor, never_changed, passed_over, frozen_in_between)
+    )
 
 
 def never_changed(evidence: Evidence) -> Verdict | None:
@@ -91,6 +95,32 @@ def never_changed(evidence: Evidence) -> Verdict | None:
         fix = f"give an optimizer the parameters of {where} too"
         lines += ["two optimizers hold the same parameters"] if doubles(evidence) else []
     return not_trained(id_, lines, where, line, fix)
+
+
+def passed_over(evidence: Evidence) -> Verdict | None:
+    """Parameters that an optimizer holds and used to change; they get a gradient, and its steps leave them alone."""
+    known = evidence.memory.setdefault(
+        "passed over", {}
+    )  # name -> when it was left alone, since it was changed last
+    names = {id(parameter): name for name, parameter in named_parameters(evidence).items()}
+    stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
+    groups = [group for optimizer in at_work(evidence) for group in optimizer.param_groups if group.get("lr")]
+    for parameter in (p for group in groups for p in group["params"] if id(p) in names):
+        name = names[id(parameter)]
+        if name in stepped:
+            known[name] = []
+        elif name in known and has_gradient(parameter):
+            known[name].append(evidence.step)
+    passed = [name for name, steps in known.items() if len(steps) >= PASSED]
+    if not passed or not stepped:
+        return None
+    since = known[passed[0]]
+    lines = [
+        f"{shown(passed)} get a gradient and are held by an optimizer that has changed them before; its steps "
+        f"pass over them since step {since[0]}, at all of {len(since)} taped steps, and change {len(stepped)} others"
+    ]
+    fix = "compare the step with that of torch.optim as it is: what is compiled or traced once may keep an old list"
+    return not_trained("passed-over", lines, passed[0], read_update(evidence.tape).line, fix)
 
 
 def is_data(evidence: Evidence, leaf: Tensor) -> bool:

@@ -36,7 +36,6 @@ NEEDS = {
     "losses": "losses of the steps before",
     "facts:_evaluated": "a validation that was seen",
     "facts:_fetched": "a second loader that was seen",
-    "facts:_frozen_by_default": "a table from Embedding.from_pretrained",
     "facts:_orders": "an order of rows that the script keeps",
     "facts:_samplers": "a sampler with weights",
 }
@@ -106,7 +105,8 @@ READS = (
         READ, EVERY, ("optimizers",), core=True, looks=2, times=2, again="eval-left-on"),
     Question("does_the_optimizer_hold_everything", "owners",
         "Does the optimizer, or an update by hand, change every parameter that gets a gradient?",
-        ("param-not-updated: replaced unregistered not-in-optimizer unfrozen plain-tensor left-out frozen",),
+        ("param-not-updated: replaced unregistered not-in-optimizer unfrozen plain-tensor left-out "
+         "passed-over frozen",),
         READ, EVERY, ("parameters", "optimizers"), core=True, looks=2, times=2,
         again="replaced unregistered not-in-optimizer left-out"),
     Question("do_shapes_meet", "shapes",
@@ -283,7 +283,7 @@ DIFFERENTIATES = (
         ("wrong-gradient",
          "zero-grad-error: stale before-step",
          "grad-accumulation-error: overwritten",
-         "aliasing-or-inplace: saved-activation never-written"),
+         "aliasing-or-inplace: saved-activation never-written lost-in-a-copy"),
         DIFFERENTIATE, needs=("parameters",), core=True),
     Question("are_kernels_right", "black_boxes",
         "Does code that nobody can replay compute what it should, at the calls it was given?",
@@ -318,9 +318,9 @@ TRAINS = (
         ("lr-too-high: tenth-learns-better",),
         TRAIN, needs=("optimizers", "whole updates")),
     Question("is_a_random_table_frozen", "frozen_tables",
-        "Is a frozen table one that somebody has trained?",
-        ("param-not-updated: frozen-table",),
-        TRAIN, needs=("parameters", "losses", "facts:_frozen_by_default")),
+        "Is a frozen table, or a frozen last layer, one that somebody has trained?",
+        ("param-not-updated: frozen-table frozen-last-layer",),
+        TRAIN, needs=("parameters", "losses")),
 )
 # fmt: on
 

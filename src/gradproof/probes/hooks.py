@@ -39,6 +39,7 @@ from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 from gradproof.probes.tables import tables
+from gradproof.probes.worker_draws import worker_draws
 from gradproof.record.flight import BETWEEN
 
 
@@ -330,6 +331,7 @@ LISTENERS = (
     data_sets,
     pairs,
     loaders,
+    worker_draws,
     files_read,
     samplers,
     rows,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gradproof.probes.aside import is_recorded
 from gradproof.probes.copies import line_outside_forward, look_at_copy, signature
@@ -105,6 +106,9 @@ def _listening(session: Session) -> tuple[Callable[[], None], Callable[[], None]
         if session.taping is not None and args and session.names.is_outermost(module):
             with quietly():
                 _keep_evaluated(session, module, args[0])
+        if not module.training and not torch.is_grad_enabled() and module._forward_pre_hooks:
+            with quietly():
+                _look_at_spectral_norm(session, module)
         if len(module._modules) and session.names.of_module(module) is None and not torch.is_grad_enabled():
             with quietly():
                 _note_copy(session, module)
@@ -184,6 +188,29 @@ def _listening(session: Session) -> tuple[Callable[[], None], Callable[[], None]
         unwrap_functions()
 
     return begin, end
+
+
+def _look_at_spectral_norm(session: Session, module: nn.Module) -> None:
+    """At the first evaluation of a module: the largest stretch that its weight is divided by, against what it is.
+
+    Its two vectors begin at random, and only passes in train mode turn them.
+    """
+    norm = next((h for h in module._forward_pre_hooks.values() if isinstance(h, SpectralNorm)), None)
+    known = session.facts.setdefault("_spectral_norms", Living())
+    if norm is None or module in known or len(known) >= MOST_COPIES:
+        return
+    known[module] = True
+    with unseen_by_modes(), torch.no_grad():
+        weight, u, v = (getattr(module, f"{norm.name}_{part}").detach() for part in ("orig", "u", "v"))
+        if weight.numel() > MOST_NUMBERS:
+            return
+        matrix = norm.reshape_weight_to_matrix(weight).double()
+        used = float((u.double() @ matrix @ v.double()).abs())
+        share = used / max(float(torch.linalg.matrix_norm(matrix, 2)), 1e-300)
+    first = session.facts.setdefault("spectral_norm", {"share": 1.0})
+    if share < first["share"]:
+        name = session.names.of_module(module) or type(module).__name__
+        first.update(share=share, module=name, line=line_outside_forward(), step=session.step)
 
 
 def _first_argument(frame: Any) -> Any:

@@ -29,6 +29,7 @@ WAITING = (
         "scatter",
         "all_gather",
         "all_to_all",
+        "all_to_all_single",
         "send",
         "recv",
     ),
@@ -47,7 +48,17 @@ def collectives(session: Session, stack: ExitStack, chosen: Callable[[Any], bool
             if flight is None or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             flight.note(session.step, COLLECTIVE, original.__name__)
-            result = original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                with quietly():
+                    session.facts["collective_failed"] = {
+                        "step": session.step,
+                        "what": original.__name__,
+                        "line": user_line(),
+                        "text": " ".join(str(error).split())[:200],
+                    }
+                raise
             flight.note(session.step, BETWEEN)
             return result
 

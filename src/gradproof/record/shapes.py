@@ -229,6 +229,9 @@ FACTS: dict[str, Shape] = {
     "fully_sharded": flag,
     "sharded_late": flag,
     "small_batch_norm": record({"rows": whole, "modules": whole, "name": name}),
+    "worker_draws": record({"generator": name, "alike": whole, "workers": whole, "line": name}),
+    "spectral_norm": record({"share": number}, {"module": name, "line": name, "step": whole}),
+    "collective_failed": record({"step": whole, "what": name, "line": name, "text": name}),
     "sampler_epochs": record({"passes": whole, "line": maybe(name)}),
     "policy_loss": flag,
 }

@@ -77,9 +77,12 @@ class Shadow:
     accumulation: tuple[Accumulation, ...]
     notes: tuple[str, ...]  # what could not be replayed as recorded; every conclusion above leans on it
     nodes: NodeReport | None = None  # where the gradients as a whole did not decide
-    departed: bool = (
-        False  # the replay did not make what was recorded: what is said of it is said of another step
-    )
+    departs_at: int | None = None  # the first operation whose replay did not make what was recorded
+
+    @property
+    def departed(self) -> bool:
+        """What is said of the replay is said of another step."""
+        return self.departs_at is not None
 
     @property
     def right(self) -> bool:
@@ -181,7 +184,7 @@ def shadow(tape: Tape) -> Shadow:
         tuple(judge_accumulation(tape, real.gradients, real.final)),
         tuple(_notes(tape, real.exact, truth, real.auditor.notes)),
         nodes,
-        real.exact.departs_at is not None and never is None,
+        real.exact.departs_at if never is None else None,
     )
 
 

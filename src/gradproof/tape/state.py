@@ -97,6 +97,7 @@ class State:
         self.note_owners()
         self.count: Counter[str] = Counter()
         self.unknown: dict[int, bool] = {}  # storages of unknown content; True: filled by us
+        self.loaded: dict[int, set[int]] = {}  # of those, the slots whose part is known by now
         self.lent: list[tuple[torch.Tensor, float | None]] = []  # by its address, with what it held
         self.arrays = Arrays()
         self.was_read: set[int] = set()
@@ -203,7 +204,10 @@ class State:
             return
         if traits.collective:  # may still be running: its result is read when somebody reads it
             written = tensors_in((args, kwargs))
-            self.unknown.update({key: False for t in written if (key := storage_key(t)) is not None})
+            for tensor in written:
+                if (key := storage_key(tensor)) is not None:
+                    self.known(key)
+                    self.unknown[key] = False
         index = len(self.tape.operations)
         operation = self.append(
             func,
@@ -233,7 +237,7 @@ class State:
             self.fill_fresh(made)
         elif self.unknown and not traits.collective:
             for tensor in written:
-                self.unknown.pop(storage_key(tensor) or 0, None)
+                self.known(storage_key(tensor) or 0)
         if self.large and made and not self.large.isdisjoint([ref.slot for ref in pending.flat]):
             self.pick_from_large(operation, made)
         elif pending.drawn_from is not None:
@@ -480,8 +484,13 @@ class State:
             key = storage_key(tensor)
             if key is None or key not in self.unknown:
                 continue
-            ours = self.unknown.pop(key)
-            slot = self.slot(tensor)
+            ours, slot = self.unknown[key], self.slot(tensor)
+            if nbytes(tensor) >= tensor.untyped_storage().nbytes():
+                self.known(key)
+            elif slot in self.loaded.setdefault(key, set()):
+                continue
+            else:  # the rest of that memory is read when somebody reads it
+                self.loaded[key].add(slot)
             operation = self.append(load, (Ref(slot, False),), {}, line, writes=(slot,))
             operation.frozen = (self.keep(tensor),)
             if self.call is not None:
@@ -495,6 +504,10 @@ class State:
                 if untouched:
                     text = f"{untouched} of {tensor.numel()} elements of {self.tape.slots[slot]}"
                     self.tape.never_written[operation.index] = text
+
+    def known(self, key: int) -> None:
+        self.unknown.pop(key, None)
+        self.loaded.pop(key, None)
 
     def look_at_lent(self) -> None:
         """Memory whose address somebody has asked for: what has changed meanwhile was changed outside."""

@@ -62,7 +62,12 @@ CAUSES = (
                 "same-rows-every-pass",
                 "seed the generator once, before training: seeded anew for each pass it draws the same first batches",
             ),
+            (
+                "workers-draw-alike",
+                "seed each worker apart: worker_init_fn=lambda worker: np.random.seed(torch.initial_seed() % 2**32), "
+                "and make a generator of the data set's own from get_worker_info().seed",
+            ),
         ),
-        raised_by=("loss_oscillating", "ranks_see_the_same", "few_rows_drawn"),
+        raised_by=("loss_oscillating", "ranks_see_the_same", "few_rows_drawn", "workers_draw_alike"),
     ),
 )

@@ -31,8 +31,13 @@ CAUSES = (
                 "not-synchronised",
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before it is wrapped, or GroupNorm",
             ),
+            (
+                "not-yet-updated",
+                "pass some batches in train mode before the first evaluation, or use "
+                "torch.nn.utils.parametrizations.spectral_norm, which begins with vectors that fit",
+            ),
         ),
-        raised_by=("nonfinite", "loss_not_improving", "small_batch_norm"),
+        raised_by=("nonfinite", "loss_not_improving", "small_batch_norm", "evaluated_too_soon"),
     ),
     Cause(
         "exploding-signal",

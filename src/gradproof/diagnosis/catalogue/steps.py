@@ -154,7 +154,13 @@ CAUSES = (
             ),
             (
                 "own-clip",
-                "clip the sharded parameters themselves with clip_grad_norm_: it adds up the shards' norms",
+                "clip by one norm on all ranks, and every gradient by it: of sharded parameters clip_grad_norm_ adds "
+                "up the shards' norms",
+            ),
+            (
+                "lost-on-the-way",
+                "test the links between the devices (NCCL_P2P_DISABLE=1 goes around them), and average every gradient "
+                "at every step; go on from the last checkpoint before",
             ),
             (
                 "sharded-late",
