@@ -15,6 +15,9 @@ from gradproof.record.prints import (
     read_tensors,
 )
 from gradproof.record.ranks import find_ranks, keep_steps, read_ranks, whole_of
+from gradproof.record.run import Frame
+from gradproof.record.schema import STATISTICS
+from gradproof.record.whole import whole_frame
 from gradproof.record.writer import RunWriter
 
 
@@ -192,6 +195,31 @@ def test_shards_add_up_and_copies_do_not():
     assert whole_of([(25.0, 2)], holders=2) == 5.0  # one of them holds nothing
     assert whole_of([(25.0, 0), (25.0, 0)]) == 5.0
     assert whole_of([(9.0, 2), (16.0, 2), (9.0, 2), (16.0, 2)]) == 5.0  # two ranks hold each part
+
+
+class Part:
+    """What one rank has measured of its half of the one tensor there is: nothing at any step but the third."""
+
+    def __init__(self, **measured):
+        self.row = [measured.get(name, np.nan) for name in STATISTICS]
+
+    def read(self, step, rows):
+        return np.array([self.row if step == 3 else [np.nan] * len(STATISTICS)])
+
+
+def put_together(*parts, step=3):
+    held = {0: np.array([[5.0, 5.0], [1.0, 1.0]])}  # five entries on each of two ranks
+    frame = Frame(step, np.array([0]), np.array([parts[0].row], dtype=np.float32))
+    return whole_frame(frame, np.array([True]), held, list(parts))
+
+
+def test_of_a_sharded_tensor_with_a_nan_the_whole_is_not_left_out():
+    counts = {"inf": 0, "zero": 0, "subnormal": 0}
+    good, bad = Part(nan=0, norm=3.0, **counts), Part(nan=2, **counts)
+    assert put_together(good, bad).values[0, STATISTICS.index("nan")] == 2
+    light = put_together(Part(norm=3.0), Part(norm=4.0))
+    assert light.values[0, STATISTICS.index("norm")] == 5.0
+    assert not len(put_together(good, good, step=4).numbers), "a step at which nobody measured it"
 
 
 def test_a_stretch_of_many_steps_is_read_whole(tmp_path):

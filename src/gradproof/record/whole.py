@@ -162,7 +162,9 @@ def whole_frame(frame: Frame, partial: np.ndarray, held: dict[int, np.ndarray], 
         parts = np.stack([each.read(frame.step, rows) for each in every])  # (ranks, tensors, statistics)
         entries, weights = np.stack([held[number] for number in rows.tolist()], axis=-1)
         values[known] = combine(parts, entries, weights)
-    good = ~here | (known & np.isfinite(values[:, NORM]))
+    # a tensor that holds NaN has counts and no norm; one of which only the norm was taken has no counts
+    read = np.isfinite(values[:, [ADDED_UP[0], NORM]]).any(axis=1)
+    good = ~here | (known & read)
     return Frame(frame.step, frame.numbers[good], values[good].astype(np.float32))
 
 
