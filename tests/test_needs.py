@@ -152,7 +152,6 @@ SOME = [{"a": 1}, {"b": 2}]
 FACTS = {
     "_evaluated": {"line": []},
     "_fetched": SOME,
-    "_frozen_by_default": {"table": {}},
     "_orders": SOME,
     "_samplers": SOME,
 }

@@ -11,7 +11,7 @@ from page_runs import LAYERS, RunMaker, Tab, open_browser, write_run
 
 from gradproof.cli import main
 from gradproof.experiments.table import QUESTIONS
-from gradproof.record.flight import BACKWARD, Recorder
+from gradproof.record.flight import BACKWARD, FLIGHT_FILE, SIZE, Recorder
 from gradproof.record.prints import pack_row
 from gradproof.record.run import open_run
 from gradproof.report.columns import Columns, upper_half
@@ -665,7 +665,7 @@ def test_the_page_says_of_parts_that_they_are_not_compared_and_where_a_rank_stan
         if rank == 0:
             maker.end()
         else:
-            recorder = Recorder(maker.writer.path)
+            recorder = Recorder(maker.writer.open_ring(FLIGHT_FILE, SIZE))
             recorder.note(12, BACKWARD)
             recorder.stand_at("train.py:20 in main")
             maker.writer.close()

@@ -110,8 +110,8 @@ def outside_optimizer(run: Run) -> Iterator[Symptom]:
     """Parameters that want a gradient and that no optimizer has; what someone else changes is left alone."""
     parameters = _parameters(run)
     outside = [p for p in parameters if p["optimizer"] is None and p.get("changed") is not True]
-    if len(run) < 3 or len(outside) == len(parameters):
-        return
+    if len(run) < 3 or len(outside) == len(parameters) or run.info.get("facts", {}).get("sharded_late"):
+        return  # nothing to go by, or it is known why: see ranks.sharded_late
     suspects = ("param-not-updated/not-in-optimizer",)
     reached = [p for p in outside if p.get("gradient")]
     if reached:

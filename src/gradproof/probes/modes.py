@@ -221,7 +221,9 @@ def _first_argument(frame: Any) -> Any:
 
 def _caller_of(frame: Any, module: nn.Module) -> tuple[Any, Any]:
     """The frame and the self of the method that called a module, whose own frames and PyTorch's lie in between."""
-    while frame is not None and _first_argument(frame) is module:
+    while frame is not None and (
+        frame.f_code.co_filename == nn.modules.module.__file__ or _first_argument(frame) is module
+    ):
         frame = frame.f_back
     return frame, None if frame is None else _first_argument(frame)
 
