@@ -202,8 +202,8 @@ def _look_at_spectral_norm(session: Session, module: nn.Module) -> None:
     known[module] = True
     with unseen_by_modes(), torch.no_grad():
         weight, u, v = (getattr(module, f"{norm.name}_{part}").detach() for part in ("orig", "u", "v"))
-        if weight.numel() > MOST_NUMBERS:
-            return
+        if weight.numel() > MOST_NUMBERS or weight.device.type != "cpu":
+            return  # a GPU would be waited for, and a graph that is being captured would be lost
         matrix = norm.reshape_weight_to_matrix(weight).double()
         used = float((u.double() @ matrix @ v.double()).abs())
         share = used / max(float(torch.linalg.matrix_norm(matrix, 2)), 1e-300)
