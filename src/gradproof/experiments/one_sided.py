@@ -203,7 +203,7 @@ def keys(batch: Tensor) -> tuple[list[int], list[int]]:
     rows = batch.contiguous().reshape(len(batch), -1)
     bits = rows.float().view(torch.int32).long() if rows.is_floating_point() else rows.long()
     bits = bits * 2_654_435_761 + 1_013_904_223
-    weights = torch.arange(1, bits.shape[1] + 1) * 2_654_435_761 + 1_013_904_223
+    weights = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2_654_435_761 + 1_013_904_223
     return (bits * (weights * weights)).sum(1).tolist(), (bits * bits * bits).sum(1).tolist()
 
 

@@ -1228,6 +1228,10 @@ typedef struct {
     cudaStream_t stream;
 } gp__gpu;
 
+#ifndef GP__AHEAD
+#define GP__AHEAD 4 /* loads of 16 bytes that a thread has under way */
+#endif
+
 template <int dtype> struct gp__entry { typedef float real; typedef uint32_t stored; enum { pack = 4 }; };
 template <> struct gp__entry<GP_F64> { typedef double real; typedef uint64_t stored; enum { pack = 2 }; };
 template <> struct gp__entry<GP_BF16> { typedef float real; typedef uint16_t stored; enum { pack = 8 }; };
@@ -1235,13 +1239,12 @@ template <> struct gp__entry<GP_F16> { typedef float real; typedef uint16_t stor
 
 template <int dtype> __device__ inline typename gp__entry<dtype>::real gp__decode(typename gp__entry<dtype>::stored bits) {
     typedef typename gp__entry<dtype>::real real;
+    float wide;
     if (dtype == GP_F64) return (real)__longlong_as_double((long long)bits);
     if (dtype == GP_F32) return (real)__uint_as_float((unsigned)bits);
     if (dtype == GP_BF16) return (real)__uint_as_float((unsigned)bits << 16);
-    unsigned size = (unsigned)bits & 0x7fff, sign = ((unsigned)bits & 0x8000) << 16;
-    unsigned normal = (size << 13) + (size > 0x7bff ? 224u << 23 : 112u << 23);
-    float value = size < 0x400 ? (float)size * 5.9604644775390625e-8f : __uint_as_float(normal);
-    return (real)__uint_as_float(__float_as_uint(value) | sign);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)bits));
+    return (real)wide;
 }
 
 __device__ inline unsigned long long gp__key(double x) {
@@ -1262,73 +1265,112 @@ __device__ inline unsigned long long gp__max_of_warp(unsigned long long x) {
     return x;
 }
 
-/* One read of a tensor (and of its copy, for a change), 16 bytes at a time where it is aligned. A pack is added up in its own
-   precision, then in double; one whose squares leave the format is looked at entry by entry. */
-template <int dtype>
-__global__ void gp__measure_kernel(const void *data, const void *before, size_t count, int aligned, gp__row *row) {
+/* What one thread has seen. */
+template <typename real> struct gp__seen {
+    double sum, squares;
+    real low, high;
+    unsigned nan, inf, zero, subnormal;
+};
+
+__device__ inline float gp__least(float a, float b) { return fminf(a, b); }
+__device__ inline double gp__least(double a, double b) { return a < b ? a : b; }
+__device__ inline float gp__most(float a, float b) { return fmaxf(a, b); }
+__device__ inline double gp__most(double a, double b) { return a > b ? a : b; }
+__device__ inline float gp__size(float a) { return fabsf(a); }
+__device__ inline double gp__size(double a) { return fabs(a); }
+
+/* The first n entries of a pack. They are added up in their own precision, then in double; a pack whose squares leave the format
+   is looked at entry by entry, and so is one with an entry near zero. */
+template <int pack, typename real>
+__device__ inline void gp__see(gp__seen<real> &seen, const real (&value)[pack], int n, real tiny) {
+    real part = 0, squares = 0, least = value[0], most = value[0], smallest = gp__size(value[0]);
+#pragma unroll
+    for (int i = 0; i < pack; i++) {
+        if (i >= n) continue;
+        part += value[i];
+        squares += value[i] * value[i];
+        least = gp__least(least, value[i]);
+        most = gp__most(most, value[i]);
+        smallest = gp__least(smallest, gp__size(value[i]));
+    }
+    if (!(smallest >= tiny)) {
+#pragma unroll
+        for (int i = 0; i < pack; i++) {
+            if (i >= n) continue;
+            seen.zero += value[i] == 0;
+            seen.subnormal += value[i] != 0 && gp__size(value[i]) < tiny;
+        }
+    }
+    if (squares >= (real)1e-24 && squares <= (real)1e36) {
+        seen.sum += (double)part;
+        seen.squares += (double)squares;
+        seen.low = gp__least(seen.low, least);
+        seen.high = gp__most(seen.high, most);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < pack; i++) {
+        double v = (double)value[i];
+        unsigned long long bits = (unsigned long long)__double_as_longlong(v) & 0x7fffffffffffffffULL;
+        if (i >= n) continue;
+        if (bits >= 0x7ff0000000000000ULL) {
+            seen.nan += bits > 0x7ff0000000000000ULL;
+            seen.inf += bits == 0x7ff0000000000000ULL;
+            continue;
+        }
+        seen.sum += v;
+        seen.squares += v * v;
+        seen.low = gp__least(seen.low, value[i]);
+        seen.high = gp__most(seen.high, value[i]);
+    }
+}
+
+/* One read of a tensor (and of its copy, for a change), 16 bytes at a time where it is aligned, several of them under way. */
+template <int dtype, int change>
+__global__ void __launch_bounds__(256) gp__measure_kernel(const void *data, const void *before, size_t count, int aligned, gp__row *row) {
     typedef typename gp__entry<dtype>::real real;
     typedef typename gp__entry<dtype>::stored stored;
-    const int pack = gp__entry<dtype>::pack;
-    const double tiny = dtype == GP_F64 ? 2.2250738585072014e-308 : dtype == GP_F16 && !before ? 6.103515625e-5 : 1.17549435e-38;
-    const size_t packs = (count + pack - 1) / pack;
-    double sum = 0, squares = 0, low = 1.0 / 0.0, high = -1.0 / 0.0;
-    unsigned nan = 0, inf = 0, zero = 0, subnormal = 0;
-    for (size_t p = blockIdx.x * (size_t)blockDim.x + threadIdx.x; p < packs; p += (size_t)gridDim.x * blockDim.x) {
-        union { uint4 whole; stored one[pack]; } now, old;
-        real part = 0, part_squares = 0, least, most, value[pack];
-        int n = count - p * pack < (size_t)pack ? (int)(count - p * pack) : pack;
-        if (aligned && n == pack) {
-            now.whole = ((const uint4 *)data)[p];
-            if (before) old.whole = ((const uint4 *)before)[p];
-        } else {
-            for (int i = 0; i < pack; i++) {
-                size_t at = p * pack + (i < n ? i : 0); /* an end is filled with its first entry, which is not counted again */
-                now.one[i] = ((const stored *)data)[at];
-                if (before) old.one[i] = ((const stored *)before)[at];
+    enum { pack = gp__entry<dtype>::pack, ahead = change ? GP__AHEAD / 2 : GP__AHEAD };
+    union many { uint4 whole; stored one[pack]; };
+    const real tiny = (real)(dtype == GP_F64 ? 2.2250738585072014e-308 : dtype == GP_F16 && !change ? 6.103515625e-5 : 1.17549435e-38);
+    const size_t whole = aligned ? count / pack : 0, packs = (count + pack - 1) / pack, tile = (size_t)blockDim.x * ahead;
+    gp__seen<real> seen = {0, 0, (real)(1.0 / 0.0), (real)(-1.0 / 0.0), 0, 0, 0, 0};
+    for (size_t first = blockIdx.x * tile + threadIdx.x; first < packs; first += gridDim.x * tile) {
+        if (first + (ahead - 1) * (size_t)blockDim.x < whole) {
+            many now[ahead], old[ahead];
+#pragma unroll
+            for (int j = 0; j < ahead; j++) {
+                now[j].whole = __ldcs((const uint4 *)data + first + j * (size_t)blockDim.x);
+                if (change) old[j].whole = __ldcs((const uint4 *)before + first + j * (size_t)blockDim.x);
             }
-        }
 #pragma unroll
-        for (int i = 0; i < pack; i++) {
-            value[i] = gp__decode<dtype>(now.one[i]);
-            if (before) value[i] -= gp__decode<dtype>(old.one[i]);
-        }
-        least = most = value[0];
+            for (int j = 0; j < ahead; j++) {
+                real value[pack];
 #pragma unroll
-        for (int i = 0; i < pack; i++) {
-            real v = value[i];
-            if (i >= n) continue;
-            part += v;
-            part_squares += v * v;
-            least = v < least ? v : least;
-            most = v > most ? v : most;
-            zero += v == 0;
-            subnormal += v != 0 && (double)v < tiny && (double)v > -tiny;
-        }
-        if (part_squares >= (real)1e-24 && part_squares <= (real)1e36) {
-            sum += (double)part;
-            squares += (double)part_squares;
-            low = (double)least < low ? (double)least : low;
-            high = (double)most > high ? (double)most : high;
-        } else {
-            for (int i = 0; i < n; i++) {
-                double v = (double)value[i];
-                unsigned long long bits = (unsigned long long)__double_as_longlong(v) & 0x7fffffffffffffffULL;
-                if (bits >= 0x7ff0000000000000ULL) {
-                    nan += bits > 0x7ff0000000000000ULL;
-                    inf += bits == 0x7ff0000000000000ULL;
-                    continue;
+                for (int i = 0; i < pack; i++) {
+                    value[i] = gp__decode<dtype>(now[j].one[i]);
+                    if (change) value[i] -= gp__decode<dtype>(old[j].one[i]);
                 }
-                sum += v;
-                squares += v * v;
-                low = v < low ? v : low;
-                high = v > high ? v : high;
+                gp__see<pack>(seen, value, pack, tiny);
             }
+            continue;
+        }
+        for (size_t p = first; p < packs && p < first + tile; p += blockDim.x) {
+            int n = count - p * pack < (size_t)pack ? (int)(count - p * pack) : pack;
+            real value[pack];
+            for (int i = 0; i < pack; i++) {
+                size_t at = p * pack + (i < n ? i : 0);
+                value[i] = gp__decode<dtype>(((const stored *)data)[at]);
+                if (change) value[i] -= gp__decode<dtype>(((const stored *)before)[at]);
+            }
+            gp__see<pack>(seen, value, n, tiny);
         }
     }
     __shared__ double sums[6][32];
     __shared__ unsigned long long ends[2][32];
-    double mine[6] = {(double)nan, (double)inf, (double)zero, (double)subnormal, sum, squares};
-    unsigned long long end[2] = {low <= high ? ~gp__key(low) : 0, low <= high ? gp__key(high) : 0};
+    double mine[6] = {(double)seen.nan, (double)seen.inf, (double)seen.zero, (double)seen.subnormal, seen.sum, seen.squares};
+    unsigned long long end[2] = {0, 0};
+    if (seen.low <= seen.high) end[0] = ~gp__key((double)seen.low), end[1] = gp__key((double)seen.high);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     for (int i = 0; i < 6; i++) {
         double all = gp__sum_of_warp(mine[i]);
@@ -1402,6 +1444,16 @@ static inline int gp__gpu_make_room(gp_run *run, gp__gpu *gpu) {
     return 1;
 }
 
+template <int change>
+static inline void gp__launch(gp__tensor *t, const void *before, int blocks, int aligned, gp__row *row, cudaStream_t stream) {
+    switch (t->dtype) {
+    case GP_F64: gp__measure_kernel<GP_F64, change><<<blocks, 256, 0, stream>>>(t->data, before, t->count, aligned, row); break;
+    case GP_BF16: gp__measure_kernel<GP_BF16, change><<<blocks, 256, 0, stream>>>(t->data, before, t->count, aligned, row); break;
+    case GP_F16: gp__measure_kernel<GP_F16, change><<<blocks, 256, 0, stream>>>(t->data, before, t->count, aligned, row); break;
+    default: gp__measure_kernel<GP_F32, change><<<blocks, 256, 0, stream>>>(t->data, before, t->count, aligned, row); break;
+    }
+}
+
 static inline int gp__gpu_measure(gp_run *run, gp__tensor *t, const void *before) {
     gp__gpu *gpu = (gp__gpu *)run->device_rows;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -1416,12 +1468,10 @@ static inline int gp__gpu_measure(gp_run *run, gp__tensor *t, const void *before
     blocks = (int)((t->count + 8191) / 8192);
     blocks = blocks < 1 ? 1 : blocks > 8 * processors ? 8 * processors : blocks;
     cudaMemsetAsync(row, 0, sizeof *row, gpu->stream);
-    switch (t->dtype) {
-    case GP_F64: gp__measure_kernel<GP_F64><<<blocks, 256, 0, gpu->stream>>>(t->data, before, t->count, aligned, row); break;
-    case GP_BF16: gp__measure_kernel<GP_BF16><<<blocks, 256, 0, gpu->stream>>>(t->data, before, t->count, aligned, row); break;
-    case GP_F16: gp__measure_kernel<GP_F16><<<blocks, 256, 0, gpu->stream>>>(t->data, before, t->count, aligned, row); break;
-    default: gp__measure_kernel<GP_F32><<<blocks, 256, 0, gpu->stream>>>(t->data, before, t->count, aligned, row); break;
-    }
+    if (before)
+        gp__launch<1>(t, before, blocks, aligned, row, gpu->stream);
+    else
+        gp__launch<0>(t, before, blocks, aligned, row, gpu->stream);
     if (cudaGetLastError() != cudaSuccess) return 0;
     gpu->of[gpu->used].tensor = t;
     gpu->of[gpu->used++].update = before != NULL;

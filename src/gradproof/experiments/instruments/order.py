@@ -74,7 +74,7 @@ def _compare(
 
     Where no such row ends within a sample, `else_tied` is what must be less.
     """
-    first = torch.arange(len(tied))
+    first = torch.arange(len(tied), device=tied.device)
     ends = first // length != (first + lag) // length
     breaks = first // other != (first + lag) // other
     whole = tied.isfinite()
