@@ -1,28 +1,34 @@
 """The examination of a run that is still being written, and of one that has ended: the same questions, other manners.
 
-While the training lives, one thread of low priority; a GPU, if the step was on one, for a fiftieth of the time. Once it
-has ended, everything that the machine has, up to the limit that was given.
+While the training lives, one thread of low priority; a GPU, if the step was on one, as long as the training loses no
+more than a hundredth of its time by that. Once it has ended, everything that the machine has, up to the limit given.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gradproof import children
 from gradproof.examination.examiner import Examiner, Locked, read_shelf
 from gradproof.examination.process import WorkerProcess
+from gradproof.examination.pulse import Pulse
 from gradproof.examination.worker import stand_back
+from gradproof.kernels.warm import is_cold
 from gradproof.record.door import Damaged, read_json
 from gradproof.record.schema import INFO_FILE
 
-GPU_SHARE = 0.02  # of the time, while a training uses it
+GPU_SHARE = 0.01  # of its time that a training may lose
 GPU_MEMORY, AFTERWARDS = 0.25, 0.9  # of what is free there, meanwhile and after it
-GPU_CREDIT = 1.0  # seconds of it that are given at once
+GPU_CREDIT = 1.0  # seconds that it may lose at once
+GPU_REST = 0.1  # of the time that an answer took: steps that nothing disturbs, to compare with
 MOST_LANES = 4  # workers at a time
 EVERY = 0.2  # seconds between two looks for new specimens
 
@@ -34,6 +40,7 @@ class Stopped(BaseException):
 def examine_beside(run: Path, training: int, limit: float | None) -> None:
     """From the first specimen to the end of the training, and then for as long as was given."""
     stand_back()
+    warm_kernels()
 
     clock = Clock(run, training, limit)
 
@@ -72,6 +79,20 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
         examiner.end(None if clock.stopped else limit, left)
 
 
+def warm_kernels() -> None:
+    """What the training's first step would have to compile, if this machine has never done so."""
+    if is_cold():
+        with suppress(OSError):
+            subprocess.Popen(
+                [sys.executable, "-m", "gradproof.kernels.warm"],
+                env=children.environment(),
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+
 class Clock:
     """When the training ended, and how long one may go on after that."""
 
@@ -80,7 +101,7 @@ class Clock:
         self._ended: float | None = None
         self.stopped = False  # somebody asked for the end
         self._began = time.monotonic()
-        self._used = 0.0  # seconds of a GPU, while it trains
+        self._pulse = Pulse(run)
         self._looked = 0.0
 
     def has_ended(self) -> bool:
@@ -97,18 +118,21 @@ class Clock:
         return self.stopped or late
 
     def rest(self, shelf: list[Any]) -> Callable[[float], None] | None:
-        """What follows an answer: on a GPU that a training uses, a rest until the time taken has been earned."""
+        """What follows an answer: on a GPU that a training uses, a rest until what it lost has been earned."""
         if self._ended is not None or all(shelved.device == "cpu" for shelved in shelf):
             return None
 
         def pause(seconds: float) -> None:
-            self._used += seconds
-            while not self.has_ended() and self._used > GPU_CREDIT + GPU_SHARE * (
-                time.monotonic() - self._began
-            ):
+            now = time.time()
+            self._pulse.was_asked(now - seconds, now)
+            rested = time.monotonic() + GPU_REST * seconds
+            while not self.has_ended() and (time.monotonic() < rested or self._is_overdrawn()):
                 time.sleep(EVERY)
 
         return pause
+
+    def _is_overdrawn(self) -> bool:
+        return self._pulse.lost() > GPU_CREDIT + GPU_SHARE * (time.monotonic() - self._began)
 
 
 def trains(run: Path, pid: int) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 2  # specimens whose workings are kept at a time
+AFTERWARDS = 0.5  # a larger share of a GPU's free memory is all that there is
 TIMES_ITS_SIZE = 3  # what replaying takes at least
 KEPT_CACHE = 1 << 30  # bytes that PyTorch may keep for the next question
 
@@ -72,6 +73,8 @@ class Worker:
             self._memory.pop(question, None)
             if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
                 self._evidence.clear()
+                if type(error).__name__ == "OutOfMemoryError" and share < AFTERWARDS:
+                    answer = {"later": said}  # a training has the rest of the GPU
         give_back()
         answer["seconds"] = round(time.perf_counter() - began, 4)
         return answer
@@ -100,6 +103,7 @@ class Worker:
         return found
 
     def _evidence_of(self, path: str, device: str | None) -> Any:
+        room = share_of_gpu(Path(path), device, self._share)
         if path not in self._evidence:
             from gradproof.experiments.evidence import Evidence
             from gradproof.tape.specimen import load
@@ -107,7 +111,8 @@ class Worker:
             while len(self._evidence) >= KEPT:
                 self._evidence.pop(next(iter(self._evidence)))
             run = Path(path).parent.parent
-            leave_room(Path(path), device, self._share)
+            if room is not None:
+                raise NoRoom(room)
             self._evidence[path] = Evidence(load(path, device), directory=run)
         return self._evidence[path]
 
@@ -116,22 +121,24 @@ class NoRoom(Exception):
     """A GPU that somebody else uses has too little memory left."""
 
 
-def leave_room(specimen: Path, device: str | None, share: float) -> None:
-    """On a GPU, take a share of what is free and never more: the next training wants to start there, too."""
+def share_of_gpu(specimen: Path, device: str | None, share: float) -> str | None:
+    """On a GPU, take a share of what is free now and never more: the next training wants to start there, too.
+
+    Where that is too little for a specimen, why.
+    """
     import torch
 
     from gradproof.tape.label import read_label
 
     label = read_label(specimen)
     if device == "cpu" or label.get("device") != "cuda" or not torch.cuda.is_available():
-        return
+        return None
     free, total = torch.cuda.mem_get_info()
     mine = share * (free + torch.cuda.memory_reserved())
     if TIMES_ITS_SIZE * label["bytes"] > mine:
-        raise NoRoom(
-            f"the GPU has {free / 1e9:.0f} GB free, and replaying {label['bytes'] / 1e9:.1f} GB takes more"
-        )
+        return f"the GPU has {free / 1e9:.0f} GB free, and replaying {label['bytes'] / 1e9:.1f} GB takes more"
     torch.cuda.set_per_process_memory_fraction(min(1.0, mine / total))
+    return None
 
 
 def give_back() -> None:

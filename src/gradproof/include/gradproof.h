@@ -1228,10 +1228,6 @@ typedef struct {
     cudaStream_t stream;
 } gp__gpu;
 
-#ifndef GP__AHEAD
-#define GP__AHEAD 4 /* loads of 16 bytes that a thread has under way */
-#endif
-
 template <int dtype> struct gp__entry { typedef float real; typedef uint32_t stored; enum { pack = 4 }; };
 template <> struct gp__entry<GP_F64> { typedef double real; typedef uint64_t stored; enum { pack = 2 }; };
 template <> struct gp__entry<GP_BF16> { typedef float real; typedef uint16_t stored; enum { pack = 8 }; };
@@ -1330,7 +1326,7 @@ template <int dtype, int change>
 __global__ void __launch_bounds__(256) gp__measure_kernel(const void *data, const void *before, size_t count, int aligned, gp__row *row) {
     typedef typename gp__entry<dtype>::real real;
     typedef typename gp__entry<dtype>::stored stored;
-    enum { pack = gp__entry<dtype>::pack, ahead = change ? GP__AHEAD / 2 : GP__AHEAD };
+    enum { pack = gp__entry<dtype>::pack, ahead = change ? 4 : 8 };
     union many { uint4 whole; stored one[pack]; };
     const real tiny = (real)(dtype == GP_F64 ? 2.2250738585072014e-308 : dtype == GP_F16 && !change ? 6.103515625e-5 : 1.17549435e-38);
     const size_t whole = aligned ? count / pack : 0, packs = (count + pack - 1) / pack, tile = (size_t)blockDim.x * ahead;

@@ -126,7 +126,9 @@ class Taping:
         self._step = step
         self._room.tend()
         landmark = step if self._overdue is None else self._overdue
-        if self.broken or self.refused or _recording or self._room.busy or not self._affords(landmark):
+        hurry = is_warming_up()
+        busy = self._room.busy and not hurry
+        if self.broken or self.refused or _recording or busy or not self._affords(landmark):
             return
         with unseen_by_modes():
             names = self._session.names.parameters
@@ -138,7 +140,7 @@ class Taping:
             if not fits_in_memory(names):
                 return
             memories = {} if is_sharded(names) else ahead_of(self._to_be_overwritten())
-            if self.only is None and not self._has_room_for(memories.values()):
+            if self.only is None and not hurry and not self._has_room_for(memories.values()):
                 self._overdue = landmark
                 return
         self._at_landmark = self._is_landmark(step)
@@ -395,6 +397,12 @@ class Taping:
         self.broken = f"{type(error).__name__}: {error}"
         self.stop()
         self._room.clear()
+
+
+def is_warming_up() -> bool:
+    """Whether steps run on a side stream, as before a CUDA graph is captured: there will be two or three of them, and
+    none that a tape can see afterwards."""
+    return torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
 
 
 def seconds_of_training() -> float:

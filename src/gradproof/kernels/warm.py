@@ -1,0 +1,55 @@
+"""Compiles the kernels that measure a GPU's tensors before a training needs them.
+
+Triton compiles a kernel where it is first called and keeps it on disk. On a new machine that is four seconds of the
+first step. `python -m gradproof.kernels.warm`, started beside a training that still imports and loads its data, takes
+them there; `is_cold` says whether that is worth a process.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+GPU = Path("/dev/nvidiactl")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def is_cold() -> bool:
+    """Whether there is a GPU, and no sign that its kernels were compiled by these versions."""
+    return GPU.exists() and not _mark().exists()
+
+
+def compile_kernels() -> None:
+    """Measure something small in each way that a training is measured, and leave a sign."""
+    import torch
+
+    from gradproof.kernels.tensor_stats import tensor_stats
+
+    if not torch.cuda.is_available():
+        return
+    for name in DTYPES:
+        x = torch.ones(1024, dtype=getattr(torch, name), device="cuda")
+        tensor_stats([x])
+        tensor_stats([x[1:]])  # not aligned
+        tensor_stats([x], [x.clone()])
+    torch.cuda.synchronize()
+    _mark().parent.mkdir(parents=True, exist_ok=True)
+    _mark().touch()
+
+
+def _mark() -> Path:
+    """In Triton's own cache, so that both go together."""
+    cache = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    return Path(cache) / "-".join(["gradproof", *map(_version, ("gradproof", "torch", "triton"))])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+if __name__ == "__main__":
+    compile_kernels()

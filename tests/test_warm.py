@@ -1,0 +1,45 @@
+"""Kernels are compiled beside a training, once on a machine that has a GPU."""
+
+import sys
+
+import pytest
+
+from gradproof.examination import beside
+from gradproof.kernels import warm
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "GPU", tmp_path / "nvidiactl")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_cold_is_a_gpu_without_a_sign(machine):
+    assert not warm.is_cold()
+    (machine / "nvidiactl").touch()
+    assert warm.is_cold()
+    (machine / "cache").mkdir()
+    warm._mark().touch()
+    assert not warm.is_cold()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_process_is_started_where_it_is_cold(has_gpu, machine, monkeypatch):
+    started = []
+    monkeypatch.setattr(beside.subprocess, "Popen", lambda command, **_: started.append(command))
+    if has_gpu:
+        (machine / "nvidiactl").touch()
+    beside.warm_kernels()
+    assert started == ([[sys.executable, "-m", "gradproof.kernels.warm"]] if has_gpu else [])
+
+
+def test_without_a_gpu_nothing_is_compiled(machine):
+    import torch
+
+    if torch.cuda.is_available():
+        warm.compile_kernels()
+        assert warm._mark().exists()
+    else:
+        warm.compile_kernels()
+        assert not (machine / "cache").exists()
