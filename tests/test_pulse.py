@@ -1,10 +1,15 @@
 """What a training loses to its examination is read off its own steps."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+from gradproof.examination.beside import Clock, GpuGuest
 from gradproof.examination.pulse import FEWEST, Pulse
+from gradproof.experiments.table import QUESTIONS
 from gradproof.record.schema import INFO_FILE, STEP_COLUMNS, STEPS_FILE
 
 BEGAN = 1000.0
@@ -52,3 +57,26 @@ def test_nothing_was_asked_and_nothing_is_there(tmp_path):
     pulse = Pulse(tmp_path)
     pulse.was_asked(0, 1)
     assert pulse.lost() == 1
+
+
+@pytest.mark.parametrize("slower, goes_on", [(1.0, True), (2.0, False)])
+def test_a_guest_goes_on_only_where_the_training_loses_nothing(slower, goes_on, tmp_path):
+    run = tmp_path / "run"
+    write(run, [*[0.1] * 100, *[0.1 * slower] * 100])
+    clock = Clock(run, os.getpid(), limit=None)
+    assert clock.affords(0.5) and not clock.affords(5.0)  # as long as nothing is known
+    clock.pulse.was_asked(BEGAN + 10, BEGAN + 10 + 10 * slower)
+    assert clock.affords(5.0) == goes_on == clock.affords(0.5)
+
+
+def test_a_guest_waits_no_longer_than_the_training(tmp_path):
+    run = tmp_path / "run"
+    write(run, [0.1] * 4)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    clock = Clock(run, gone.pid, limit=None)
+    clock.pulse.was_asked(BEGAN, BEGAN + 100)
+    assert not clock.affords(0.5)
+    guest = GpuGuest(clock)
+    guest.wait_for(QUESTIONS[0])
+    guest.was_asked(100.0)

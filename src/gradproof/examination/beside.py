@@ -11,16 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from gradproof import children
 from gradproof.examination.examiner import Examiner, Locked, read_shelf
 from gradproof.examination.process import WorkerProcess
 from gradproof.examination.pulse import Pulse
 from gradproof.examination.worker import stand_back
+from gradproof.experiments.table import Question
 from gradproof.kernels.warm import is_cold
 from gradproof.record.door import Damaged, read_json
 from gradproof.record.schema import INFO_FILE
@@ -28,6 +27,7 @@ from gradproof.record.schema import INFO_FILE
 GPU_SHARE = 0.01  # of its time that a training may lose
 GPU_MEMORY, AFTERWARDS = 0.25, 0.9  # of what is free there, meanwhile and after it
 GPU_CREDIT = 1.0  # seconds that it may lose at once
+USUAL = {"read": 0.5, "replay": 1.0, "differentiate": 5.0, "train": 5.0}  # seconds of a question, by its cost
 GPU_REST = 0.1  # of the time that an answer took: steps that nothing disturbs, to compare with
 MOST_LANES = 4  # workers at a time
 EVERY = 0.2  # seconds between two looks for new specimens
@@ -66,8 +66,10 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
                     examiner.share = AFTERWARDS
                     examiner.ask_again_what_had_to_wait()
                 examiner.threads = 1 if not ended else max(1, cores // lanes)
+                shared = not ended and any(shelved.device != "cpu" for shelved in shelf)
                 left = examiner.ask_all(
-                    until=clock.is_over if ended else clock.has_ended, pause=clock.rest(shelf)
+                    until=clock.is_over if ended else clock.has_ended,
+                    guest=GpuGuest(clock) if shared else None,
                 )
                 if ended and (not left or clock.is_over()):
                     break
@@ -101,7 +103,7 @@ class Clock:
         self._ended: float | None = None
         self.stopped = False  # somebody asked for the end
         self._began = time.monotonic()
-        self._pulse = Pulse(run)
+        self.pulse = Pulse(run)
         self._looked = 0.0
 
     def has_ended(self) -> bool:
@@ -113,26 +115,31 @@ class Clock:
                 self._ended = now
         return self._ended is not None
 
+    def affords(self, seconds: float) -> bool:
+        """Whether the training may lose what a question of so many seconds would take from it."""
+        earned = GPU_CREDIT + GPU_SHARE * (time.monotonic() - self._began)
+        return self.pulse.lost() + self.pulse.share * seconds < earned
+
     def is_over(self) -> bool:
         late = self.has_ended() and self._limit is not None and time.monotonic() - self._ended > self._limit  # type: ignore[operator]
         return self.stopped or late
 
-    def rest(self, shelf: list[Any]) -> Callable[[float], None] | None:
-        """What follows an answer: on a GPU that a training uses, a rest until what it lost has been earned."""
-        if self._ended is not None or all(shelved.device == "cpu" for shelved in shelf):
-            return None
 
-        def pause(seconds: float) -> None:
-            now = time.time()
-            self._pulse.was_asked(now - seconds, now)
-            rested = time.monotonic() + GPU_REST * seconds
-            while not self.has_ended() and (time.monotonic() < rested or self._is_overdrawn()):
-                time.sleep(EVERY)
+class GpuGuest:
+    """On a GPU that a training uses: a rest until what the training lost, and would lose next, has been earned."""
 
-        return pause
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
-    def _is_overdrawn(self) -> bool:
-        return self._pulse.lost() > GPU_CREDIT + GPU_SHARE * (time.monotonic() - self._began)
+    def wait_for(self, question: Question) -> None:
+        while not self._clock.has_ended() and not self._clock.affords(USUAL[question.cost]):
+            time.sleep(EVERY)
+
+    def was_asked(self, seconds: float) -> None:
+        self._clock.pulse.was_asked(time.time() - seconds, time.time())
+        rested = time.monotonic() + GPU_REST * seconds
+        while not self._clock.has_ended() and time.monotonic() < rested:
+            time.sleep(EVERY)
 
 
 def trains(run: Path, pid: int) -> bool:

@@ -49,6 +49,16 @@ class Asks(Protocol):
     def close(self) -> None: ...
 
 
+class Guest(Protocol):
+    """How to behave on a machine that somebody trains on."""
+
+    def wait_for(self, question: Question) -> None:
+        """Until there is time for a question."""
+
+    def was_asked(self, seconds: float) -> None:
+        """A question took so long, up to now."""
+
+
 @dataclass(frozen=True)
 class Shelved:
     """A specimen as its label tells."""
@@ -191,9 +201,7 @@ class Examiner:
         self._suspicion = [suspect for symptom in grave for suspect in symptom.suspects]
         return self._suspicion
 
-    def ask_all(
-        self, until: Callable[[], bool] = lambda: False, pause: Callable[[float], None] | None = None
-    ) -> int:
+    def ask_all(self, until: Callable[[], bool] = lambda: False, guest: Guest | None = None) -> int:
         """Asks what there is to ask, until it is told to stop; how many questions are left."""
         while True:
             waiting = self.jobs()
@@ -202,7 +210,7 @@ class Examiner:
             here = waiting[0].specimen
             batch = [job for job in waiting if job.specimen == here]
             others = len(waiting) - len(batch)
-            if not self._ask_batch(batch, others, until, pause):
+            if not self._ask_batch(batch, others, until, guest):
                 return len(self.jobs())
             self._write_extras(here)
 
@@ -211,7 +219,7 @@ class Examiner:
         batch: list[Job],
         others: int,
         until: Callable[[], bool],
-        pause: Callable[[float], None] | None,
+        guest: Guest | None,
     ) -> bool:
         """The questions of one specimen, each worker its own; whether all were asked."""
         count = 1 if self._is_alone(batch[0].specimen) else len(self._workers)
@@ -222,6 +230,8 @@ class Examiner:
 
         def run(lane: int) -> bool:
             for job in lanes[lane]:
+                if guest is not None:
+                    guest.wait_for(job.question)
                 if until():
                     return False
                 if self._is_open(job.question, job.specimen):
@@ -229,8 +239,8 @@ class Examiner:
                     left[0] -= 1
                     with self._lock:
                         self._show(left=left[0], question=job.question.sentence, step=job.specimen.step)
-                    if pause is not None:
-                        pause(seconds)
+                    if guest is not None:
+                        guest.was_asked(seconds)
             return True
 
         if len(lanes) == 1:

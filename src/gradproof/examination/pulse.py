@@ -29,7 +29,7 @@ class Pulse:
         self._run = run
         self._busy: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # when something was being asked
         self._asked = 0.0  # seconds of that, in all
-        self._share = 1.0  # of it, lost; as long as nothing is known, all of it
+        self.share = 1.0  # of it, lost; as long as nothing is known, all of it
 
     def was_asked(self, began: float, ended: float) -> None:
         """Between two times (since 1970) a question was being answered."""
@@ -39,8 +39,8 @@ class Pulse:
     def lost(self) -> float:
         """Seconds, so far; what was charged before anything was known is corrected as steps arrive."""
         if (share := self._measure()) is not None:
-            self._share = share
-        return self._share * self._asked
+            self.share = share
+        return self.share * self._asked
 
     def _measure(self) -> float | None:
         """The share of the time by which steps beside questions were longer than those alone; None if few are known."""
