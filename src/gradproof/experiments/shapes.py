@@ -10,6 +10,7 @@ import linecache
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ SAME_PLACES = {
     "add", "sub", "mul", "div", "neg", "log", "clamp", "tanh", "_softmax", "_log_softmax", "clone", "contiguous",
     "_to_copy", "detach",
 }  # fmt: skip
+MOST_AXES = 5  # of a shape whose orders are tried
+MOST_VIEWS = 8  # one after the other
+PADDED = {"constant_pad_nd", "cat"}
 RESHAPED = {"view", "_unsafe_view", "reshape"}
 MOVED = RESHAPES | {"slice", "select"}
 CHANNELS_SECOND = ("convolution", "upsample_", "native_batch_norm", "cudnn_batch_norm")
@@ -182,6 +186,8 @@ def view_for_transpose(evidence: Evidence) -> Iterator[Verdict]:
             continue
         if kinds.get(op.module) == "MultiheadAttention":
             continue  # folds heads into the batch, and unfolds them as it folded
+        if comes_padded(evidence.flow, op.reads[0]):
+            continue  # a column more, and each row begins one later: how relative positions are shifted
         before, after = evidence.slot(op.reads[0]).shape, evidence.slot(op.makes[0]).shape
         if scrambles(before, after) and op.makes[0] in evidence.flow.tracked | data_slots(evidence):
             yield confirmed(
@@ -194,25 +200,43 @@ def view_for_transpose(evidence: Evidence) -> Iterator[Verdict]:
             )
 
 
+def comes_padded(flow: Flow, slot: int) -> bool:
+    """Whether something was put in front of each of its rows, or behind, perhaps viewed and cut since."""
+    shape_of = lambda slot: flow.tape.slots[slot].shape  # noqa: E731
+    for _ in range(MOST_VIEWS):
+        maker = flow.maker(slot)
+        if maker is None:
+            return False
+        if maker.name in PADDED:
+            return any(shape_of(read)[-1:] != shape_of(slot)[-1:] for read in maker.reads)
+        if maker.name not in MOVED | RESHAPED | {"clone", "_to_copy"}:
+            return False
+        slot = maker.reads[0]
+    return False
+
+
 def data_slots(evidence: Evidence) -> set[int]:
     """What the first layers read."""
     return {slot for op in evidence.flow.layers for slot in op.reads}
 
 
 def scrambles(before: Shape, after: Shape) -> bool:
-    """Whether a reshape of one into the other puts an axis where another was."""
+    """Whether a reshape of one into the other puts an axis where another was.
+
+    >>> scrambles((8, 64, 4, 4), (8, 16, 64)), scrambles((8, 64, 4, 4), (8, 64, 16)), scrambles((5, 8, 3), (8, 15))
+    (True, False, True)
+    """
     before, after = tuple(n for n in before if n != 1), tuple(n for n in after if n != 1)
-    if len(before) == len(after):
-        return before != after and sorted(before) == sorted(after)
-    return _folds(before, after) or _folds(after, before)
-
-
-def _folds(parts: Shape, whole: Shape) -> bool:
-    """(…, h, t, d) against (…, t, h·d), where (…, h·t, d) or (…, h, t·d) would keep the order."""
-    if len(parts) != len(whole) + 1 or len(whole) < 2:
+    parts, whole = sorted((before, after), key=len, reverse=True)
+    if len(parts) - len(whole) > 1 or len(parts) > MOST_AXES or len(whole) < 2 or whole in _joined(parts):
         return False
-    h, t, d = parts[-3:]
-    return parts[:-3] == whole[:-2] and whole[-2:] == (t, h * d) and h != t
+    return any(whole in _joined(order) for order in permutations(parts) if order != parts)
+
+
+def _joined(shape: Shape) -> list[Shape]:
+    """A shape, and what becomes of it where two neighbouring axes are made one."""
+    pairs = range(len(shape) - 1)
+    return [shape, *((*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :]) for i in pairs)]
 
 
 def viewed_before_the_step(evidence: Evidence) -> Iterator[Verdict]:
