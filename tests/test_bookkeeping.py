@@ -438,13 +438,15 @@ def test_two_stages_of_training_may_have_windows_of_their_own(tmp_path):
     assert not list(bookkeeping.uneven_windows(open_run(tmp_path / "run")))
 
 
-@pytest.mark.parametrize("norm, found", [(math.inf, True), (1e6, False)])
-def test_a_clip_that_makes_nan_of_infinity(norm, found, tmp_path):
+@pytest.mark.parametrize("norm, skipped, found", [(math.inf, 0, True), (1e6, 0, False), (math.inf, 1, False)])
+def test_a_clip_that_makes_nan_of_infinity(norm, skipped, found, tmp_path):
+    """A GradScaler that is still looking for its scale skips the step."""
     writer = RunWriter(tmp_path / "run", {"facts": {"lines": {"clip": ["train.py:7"]}}})
     for step in range(8):
         last = step == 7
         row = {"step": step, "loss": 1.0, "order": "zbcs", "lr": 0.1, "clip_limit": 1.0}
         row |= {"norm_before_clip": norm if last else 2.0, "grad_norm": math.nan if last else 1.0}
+        row["skipped"] = skipped if last else 0
         writer.write_step(row)
     writer.close()
     seen = list(bookkeeping.clip_of_infinity(open_run(tmp_path / "run")))

@@ -18,6 +18,7 @@ from gradproof.diagnosis.findings import LEVELS, Diagnosis, Finding, Symptom
 from gradproof.diagnosis.ranking import (
     PROOFS,
     RECORDED,
+    TROUBLE,
     add_suspicions,
     diagnose,
     finding_of_suspicion,
@@ -767,6 +768,39 @@ def test_the_loss_of_a_policy_may_stand_still(written):
     made.writer.set_info(facts={"policy_loss": True})
     assert seen(made.read())["objective_standing"] == "note"
     assert "loss_not_improving" in seen(written(loss=-0.3 + 0.1 * NOISE[:80], lr=[1e-3] * 80).read())
+
+
+POLICIES = {  # curves of a policy's loss that say nothing: of values against returns that change, above all
+    "rising": np.linspace(946, 2816, 80),
+    "leaping": np.concatenate([[100, 110, 120], np.full(77, 5983.0)]),
+    "swinging": 5.0 + np.tile([2.0, -2.0], 40),
+    "hardly falling": np.linspace(2.3, 2.25, 80),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_is_accused_because_the_loss_of_a_policy_does_not_fall(written, name):
+    made = written(loss=POLICIES[name] + 1e-3 * NOISE[:80], lr=[1e-3] * 80)
+    assert set(TROUBLE) & set(seen(made.read()))
+    made.writer.set_info(facts={"policy_loss": True})
+    assert not set(TROUBLE) & set(seen(made.read())) and diagnose(made.read()).worst in (None, "note")
+
+
+def said_of(run):
+    return " ".join(symptom.evidence for symptom in diagnose(run).symptoms)
+
+
+def test_a_loss_that_ends_below_its_first_value_does_not_rise(written):
+    """Sorted by class: the first class is learned at once, the second costs more than guessing."""
+    curve = np.concatenate([[4.6, 0.9, 0.2], np.linspace(6.0, 4.6, 27), np.linspace(4.5, 2.8, 270)])
+    run = written(loss=curve + 0.01 * NOISE[:300]).read()
+    assert "rises" not in said_of(run) and diagnose(run).worst in (None, "note")
+
+
+def test_a_loss_that_has_leapt_at_once_is_told_with_what_it_was(written):
+    curve = np.concatenate([[1.0, 1.1, 1.2], np.linspace(60, 50, 297)])
+    run = written(loss=curve + 0.01 * NOISE[:300]).read()
+    assert "the loss rises: 1.099" in said_of(run) and seen(run)["loss_rising"] == "problem"
 
 
 def test_what_was_so_from_the_start_comes_before_what_came_of_it(written):

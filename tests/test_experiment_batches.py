@@ -95,12 +95,16 @@ def test_the_whole_data_as_one_batch_is_well():
     assert not last_verdict(lambda model, n: F.cross_entropy(model(DATA), LABELS)).id
 
 
-def test_labels_of_a_contrastive_loss_are_no_data():
-    order = torch.randperm(600)
+@pytest.mark.parametrize("made_before", [True, False])
+@pytest.mark.parametrize("rows", [torch.arange(30), (torch.arange(30) + 15) % 30])
+def test_labels_of_a_contrastive_loss_are_no_data(made_before, rows):
+    """Each row's partner, counted in the step or once before all of them; the samples come again among others."""
+
+    few = DATA[:60].clone()
 
     def step(model, n):
-        z = model(DATA[order[30 * n : 30 * n + 30]])
-        return F.cross_entropy(z @ z.T, torch.arange(30))
+        z = model(few[torch.randperm(60)[:30]])
+        return F.cross_entropy(z @ z.T, rows if made_before else rows + torch.zeros_like(rows))
 
     said = last_verdict(step)
     assert said is None or not said.id

@@ -87,3 +87,39 @@ def test_what_fits_is_left_alone(name):
     model = nn.Linear(5, 4)
     evidence = evidence_of(model, lambda: GOOD[name](model(X)))
     assert not confirmed_ids(are_logarithms_where_they_are_wanted, evidence)
+
+
+class Recogniser(nn.Module):
+    """Convolution and recurrence, time first behind them: (frames, batch, signs), as ctc_loss wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.front, self.rnn = nn.Conv1d(5, 8, 3, padding=1), nn.GRU(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, sound):
+        return self.out(self.rnn(self.front(sound).transpose(1, 2))[0]).transpose(0, 1)
+
+
+def recognise(model, axis):
+    lengths = torch.full((6,), 12), torch.full((6,), 2)
+    scores = model(torch.randn(6, 5, 12)).log_softmax(axis)
+    return F.ctc_loss(scores, torch.randint(1, 4, (6, 2)), *lengths)
+
+
+def agree(model, axis):
+    return F.kl_div(model(X).log_softmax(axis), SOFT, reduction="batchmean")
+
+
+@pytest.mark.parametrize(
+    "make, loss, right", [(Recogniser, recognise, 2), (lambda: nn.Linear(5, 4), agree, 1)]
+)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_log_probabilities_along_another_axis(make, loss, right, axis):
+    """They are log-probabilities, of the batch or of time: the axis is wrong, not what is given."""
+    if axis > right:
+        return
+    model = make()
+    found = list(are_logarithms_where_they_are_wanted(evidence_of(model, lambda: loss(model, axis))))
+    assert [v.id for v in found] == ([] if axis == right else ["axis-or-shape-error/softmax-axis"])
+    assert all("test_experiment_logarithms.py" in v.where and f"axis {axis}" in v.evidence[0] for v in found)

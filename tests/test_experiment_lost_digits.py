@@ -307,6 +307,13 @@ def test_hours_that_are_apart_or_not_used():
     assert not ids(train_hours(torch.bfloat16, latest=400))  # a longer table than anybody asks for
 
 
+def partly_filled(rows):
+    """A memory of 10,000 one-hot rows that has begun to be filled: most of its rows are alike."""
+    table = torch.zeros(10_000, 25)
+    table[torch.arange(rows), torch.arange(rows) * 7 % 25] = 1.0
+    return table
+
+
 @pytest.mark.parametrize(
     ("table", "format"),
     [
@@ -318,6 +325,8 @@ def test_hours_that_are_apart_or_not_used():
         (torch.randn(20, 4).repeat_interleave(100, 0), None),
         (torch.zeros(4000, 3), None),
         (torch.arange(1, 4001).log2().floor()[:, None], None),  # buckets that grow
+        (partly_filled(320), None),
+        (partly_filled(0), None),
         (torch.arange(1, 4001).log2().mul(64).floor()[:, None], None),
     ],
 )

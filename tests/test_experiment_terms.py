@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from taped_trainings import evidence_of_step
 from torch import nn
+from torch.distributions import Normal
 
 from gradproof.experiments.accumulation import do_micro_batches_add_up
 from gradproof.experiments.terms import is_the_loss_the_right_way_up
@@ -256,6 +257,13 @@ def test_labels_that_are_drawn_in_the_step_are_labels(sign, found):
 
 
 RETURNS, OLD = torch.linspace(-1.0, 2.0, 20), torch.full((20,), -1.1)
+
+
+def normal(out):
+    """The log-density of Y, by hand, as old code has it."""
+    return -0.5 * ((Y - out) / 0.5) ** 2 - 0.226
+
+
 CHOICES = {  # a network's scores -> the loss, and whether it weighs what a policy chose
     "log of what was picked": (
         lambda out: -(out.softmax(1).gather(1, CLASS[:, None]).log().squeeze(1) * RETURNS).mean(),
@@ -281,6 +289,11 @@ CHOICES = {  # a network's scores -> the loss, and whether it weighs what a poli
         ),
         True,
     ),
+    "density of what was done": (lambda out: -(Normal(out, 0.5).log_prob(Y).sum(1) * RETURNS).mean(), True),
+    "its ratio": (lambda out: -((normal(out).sum(1) - OLD).exp() * RETURNS).mean(), True),
+    "squares that are weighed": (lambda out: (((out - Y) ** 2).sum(1) * RETURNS.abs()).mean(), False),
+    "a likelihood": (lambda out: -Normal(out, 0.5).log_prob(Y).sum(1).mean(), False),
+    "a likelihood under a mask": (lambda out: -(normal(out).sum(1) * (RETURNS > 0)).sum(), False),
     "labels": (lambda out: -0.5 * out.log_softmax(1).gather(1, CLASS[:, None]).mean(), False),
     "labels under a mask": (
         lambda out: -(out.log_softmax(1).gather(1, CLASS[:, None]).squeeze(1) * (RETURNS > 0)).sum(),
@@ -317,6 +330,59 @@ def test_a_minus_before_the_advantage(turned, sign):
         ratio = (model(X).log_softmax(1)[torch.arange(20), CLASS] - OLD).exp()
         advantage = RETURNS - 0.5
         return sign * (turned(advantage) * ratio).mean()
+
+    found = confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, loss))
+    assert found == ([] if sign > 0 else ["loss-scale-or-sign/policy-sign"])
+
+
+GOALS = {  # what a value is compared with, and whether it is a return that changes with the network
+    "the network's own": (lambda network, other: RETURNS + 0.9 * network(X).detach().max(1).values, True),
+    "a second network's": (lambda network, other: RETURNS + 0.9 * other(X).max(1).values.detach(), True),
+    "data": (lambda network, other: RETURNS + 0.9 * Y.max(1).values, False),
+    "a teacher": (lambda network, other: other(X).max(1).values.detach(), False),
+}
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_values_against_returns_are_known_for_such(name):
+    make_goal, changes = GOALS[name]
+    model = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False)])
+    evidence = evidence_of(
+        model, lambda: F.smooth_l1_loss(model[0](X).gather(1, CLASS[:, None]).squeeze(1), make_goal(*model))
+    )
+    list(is_the_loss_the_right_way_up(evidence))
+    assert evidence.noted.get("policy_loss", False) is changes
+
+
+class Actor(nn.Module):
+    """A normal policy and a value, from one trunk or from two networks."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.trunk = nn.Linear(5, 8) if shared else nn.Identity()
+        self.mean, self.value = nn.Linear(8 if shared else 5, 3), nn.Linear(8 if shared else 5, 1)
+        self.log_std = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        x = self.trunk(x).tanh()
+        return Normal(self.mean(x), self.log_std.exp()), self.value(x).squeeze(1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_policy_of_continuous_actions(shared, sign, clipped):
+    """PPO and actor-critic with torch's own normal distribution; its value loss is the larger one by far."""
+    model = Actor(shared)
+
+    def loss():
+        policy, value = model(X)
+        advantage, chance = RETURNS - 0.5, policy.log_prob(Y).sum(-1)
+        gain = chance * advantage
+        if clipped:
+            ratio = (chance - chance.detach()).exp()
+            gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return -sign * gain.mean() + 0.5 * F.mse_loss(value, 100 * RETURNS) - 0.01 * policy.entropy().mean()
 
     found = confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, loss))
     assert found == ([] if sign > 0 else ["loss-scale-or-sign/policy-sign"])

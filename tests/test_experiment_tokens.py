@@ -111,6 +111,85 @@ def test_an_autoencoder_through_a_bottleneck_may_have_its_input_as_target():
     assert not confirmed_ids(do_targets_line_up, evidence_of(model, step))
 
 
+def padded_text():
+    """Rows of four to TIME tokens, 0 behind their ends, and which positions are filled."""
+    lengths = torch.tensor([4, TIME, 6, 7, 5, 8])
+    filled = torch.arange(TIME) < lengths[:, None]
+    return torch.randint(1, VOCABULARY, (BATCH, TIME)) * filled, filled
+
+
+class Translator(nn.Module):
+    """A GRU reads, another writes what it is told to, from the first one's last state."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok, self.head = nn.Embedding(VOCABULARY, WIDTH, 0), nn.Linear(WIDTH, VOCABULARY)
+        self.reads, self.writes = (nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def forward(self, ids):
+        return self.head(self.writes(self.tok(ids), self.reads(self.tok(ids.flip(0, 1)[:, 1:]))[1])[0])
+
+
+@pytest.mark.parametrize("make", [Transformer, Translator])
+@pytest.mark.parametrize("ignored", [0, -100])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_padding_that_does_not_count_hides_no_target_that_is_fed(make, ignored, shift):
+    """The decoder is fed text[:, 1:], which is the target, too; its twin is fed text[:, :-1]."""
+    model, (text, _) = make(), padded_text()
+    ids, targets = text[:, 1 - shift : TIME - shift], text[:, 1:].masked_fill(text[:, 1:] == 0, ignored)
+    evidence = evidence_of(
+        model, lambda: F.cross_entropy(model(ids).transpose(1, 2), targets, ignore_index=ignored)
+    )
+    (found,) = do_targets_line_up(evidence)
+    if shift:
+        assert (found.verdict, found.about) == ("excluded", "data-target-misaligned/shift")
+    else:
+        assert (found.id, found.level, found.confidence) == (
+            "data-target-misaligned/no-shift",
+            "problem",
+            "proven",
+        )
+
+
+def masked(text, filled):
+    """Every third token is asked for behind a mask, as BERT is."""
+    asked = filled & (torch.arange(TIME) % 3 == 1)
+    return text.masked_fill(asked, VOCABULARY - 1), text.masked_fill(~asked, -100)
+
+
+def kept(text, filled):
+    """Asked is for some tokens that lie open, to keep a denoiser from changing them."""
+    return text, text.masked_fill(~(filled & (torch.arange(TIME) % 3 == 1)), -100)
+
+
+def span(text, filled):
+    """One span is cut out, and asked for in its place."""
+    asked = filled & (torch.arange(TIME) > 1) & (torch.arange(TIME) < 5)
+    return text.masked_fill(asked, VOCABULARY - 1), text.masked_fill(~asked, -100)
+
+
+@pytest.mark.parametrize("ask", [masked, kept, span])
+@pytest.mark.parametrize("kind", ["fused, not causal", "causal"])
+def test_tokens_that_are_asked_for_here_and_there(kind, ask):
+    model = Transformer(kind)
+    ids, targets = ask(*padded_text())
+    evidence = evidence_of(model, lambda: F.cross_entropy(model(ids).transpose(1, 2), targets))
+    assert not confirmed_ids(do_targets_line_up, evidence)
+
+
+def test_an_autoencoder_of_padded_rows():
+    model, (text, filled) = nn.Linear(WIDTH, TIME * VOCABULARY), padded_text()
+    tok = nn.Embedding(VOCABULARY, WIDTH, 0)
+    both = nn.ModuleList([model, tok])
+
+    def step():
+        code = (tok(text) * filled[..., None]).cumsum(1)[:, -1].tanh()
+        scores = model(code).view(-1, TIME, VOCABULARY).transpose(1, 2)
+        return F.cross_entropy(scores, text, ignore_index=0)
+
+    assert not confirmed_ids(do_targets_line_up, evidence_of(both, step))
+
+
 @pytest.mark.parametrize(
     "kind, id",
     [

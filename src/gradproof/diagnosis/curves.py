@@ -44,7 +44,10 @@ def share_of_steps_above(run: Run, level: float) -> float:
 
 
 def loss_fell(run: Run) -> bool:
-    return any(found.fell for track in tracks(run) if (found := trend(track.loss)))
+    """The loss falls, or need not: how a policy's goes, and that of values against its returns, tells nothing."""
+    return bool(facts(run, "policy_loss")) or any(
+        found.fell for track in tracks(run) if (found := trend(track.loss))
+    )
 
 
 def is_an_objective(loss: np.ndarray) -> bool:
@@ -63,7 +66,8 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
         found = trend(track.loss)
         if found is None or found.points < 30 or found.fell or at_optimum(track):
             continue
-        numbers = f"{found.first:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
+        suspects: tuple[str, ...]
+        numbers = f"{found.beginning:.4g} at the start, {found.last:.4g} at the end of {found.points} steps"
         if found.rose:
             # of two players, one may lose what the other wins
             name, level = ("player_losing", "note") if several else ("loss_rising", "problem")
@@ -75,7 +79,8 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
                 name, level = "loss_drifting", "note" if found.last < 0.5 * found.start else "warning"
             elif not several and found.end < BACK * min(found.start, float(np.nanmax(track.loss)) / 2):
                 name, level = "loss_came_back", "note"  # it had leapt, and is nearly where it was
-            yield of_track(track, name, level, f"the loss rises: {numbers}", ("lr-too-high/diverged",))
+            suspects = () if policy else ("lr-too-high/diverged",)
+            yield of_track(track, name, level, f"the loss rises: {numbers}", suspects)
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
             name, level = ("player_standing", "note") if several else ("loss_not_improving", "warning")
@@ -86,7 +91,7 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
 
 def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
     """A loss that falls, but by so little that nobody would call it training."""
-    for track in tracks(run):
+    for track in () if facts(run, "policy_loss") else tracks(run):
         found = trend(track.loss)
         if found is None or found.points < 50 or not found.fell:
             continue
@@ -108,7 +113,7 @@ def at_optimum(track: Track) -> bool:
 
 def loss_oscillating(run: Run) -> Iterator[Symptom]:
     """Up and down from step to step, by much, without getting anywhere."""
-    for track in tracks(run):
+    for track in () if facts(run, "policy_loss") else tracks(run):
         values = track.loss[np.isfinite(track.loss)]
         found = trend(values)
         if found is None or found.points < 30 or found.fell:

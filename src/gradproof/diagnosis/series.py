@@ -46,6 +46,7 @@ class Trend:
     noise: float
     points: int
     end: float  # the last points alone: a run can be on its way back when it ends
+    opening: float  # the first point of all
 
     @property
     def fell(self) -> bool:
@@ -56,8 +57,18 @@ class Trend:
     def rose(self) -> bool:
         """The end is above the beginning by more than the noise explains."""
         # two medians of normal noise lie 7 × noise apart once in some thousand flat runs, of spiky noise in 200
-        leapt = self.last > 3 * abs(self.start) and self.last - self.start > 7 * self.noise
-        return leapt or self.last - self.first > max(7 * self.noise, 2e-2 * abs(self.first))
+        return self.leapt or self.last - self.first > max(7 * self.noise, 2e-2 * abs(self.first))
+
+    @property
+    def leapt(self) -> bool:
+        """It has left its first points far behind, perhaps within its first tenth; not where it began as high."""
+        far = self.last > 3 * abs(self.start) and self.last - self.start > 7 * self.noise
+        return far and self.last > self.opening
+
+    @property
+    def beginning(self) -> float:
+        """What the end is above, where it rose: the first tenth, or where that had leapt already, the first points."""
+        return self.start if self.leapt and self.start < self.first else self.first
 
 
 def trend(values: np.ndarray) -> Trend | None:
@@ -78,6 +89,7 @@ def trend(values: np.ndarray) -> Trend | None:
         spread / np.sqrt(window),
         len(values),
         float(np.median(values[-3:])),
+        float(values[0]),
     )
 
 

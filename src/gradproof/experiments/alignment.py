@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.grids import EXACT, Grid, find_grids
 
 LAGS = range(-3, 4)
@@ -35,12 +36,11 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
 
 def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
     exact = [lag for lag in LAGS if shares[lag] >= EXACT]
-    where = grid.evidence.flow.origin(grid.comparison.target, grid.comparison.operation.line)
+    where = where_cut(grid)
     text = ", ".join(f"{100 * shares[lag]:.0f} % at {lag:+d}" for lag in LAGS)
     line = f"targets that equal the input token so many positions ahead: {text}"
     numbers = name_lags(shares)
-    whole = float(grid.valid.double().mean()) > 0.95
-    if 0 in exact and whole and can_copy(grid):
+    if 0 in exact and grid.is_whole and can_copy(grid):
         causal = is_causal(grid)
         yield confirmed(
             "data-target-misaligned/no-shift",
@@ -77,6 +77,14 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
         )
 
 
+def where_cut(grid: Grid) -> str | None:
+    """Where the targets were made; the tokens, where both are cut out of one tensor and the targets in the loss."""
+    flow, target = grid.evidence.flow, grid.comparison.target
+    if flow.behind(target, VIEWS) == flow.behind(grid.token_slot, VIEWS) != grid.token_slot:
+        return flow.origin(grid.token_slot)
+    return flow.origin(target, grid.comparison.operation.line)
+
+
 def name_lags(shares: dict[int, float]) -> dict[str, float]:
     """The table as the run keeps it."""
     return {f"lag {lag}": round(share, 4) for lag, share in shares.items()}
@@ -84,24 +92,24 @@ def name_lags(shares: dict[int, float]) -> dict[str, float]:
 
 def is_causal(grid: Grid) -> bool:
     """Whether a changed token moves no earlier prediction."""
-    middle = grid.targets.shape[1] // 2
-    found = grid.perturb(0, middle)
+    row, middle = grid.inside
+    found = grid.perturb(row, middle)
     if found is None or not middle:
         return False
-    change = found[1][0]
+    change = found[1][row]
     return float(change[:middle].max()) <= 1e-3 * float(change[middle])
 
 
 def can_copy(grid: Grid) -> bool:
     """Whether a token's own prediction hears it much more than the rest: not so through a bottleneck."""
-    middle = grid.targets.shape[1] // 2
-    found = grid.perturb(0, middle)
+    row, middle = grid.inside
+    found = grid.perturb(row, middle)
     if found is None:
         return False
-    change = found[1][0]
+    change = found[1][row]
     before = float(change[:middle].max()) if middle else 0.0
-    others = (
-        float(change[change != change[middle]].median()) if bool((change != change[middle]).any()) else 0.0
-    )
+    counted = grid.valid[row].clone()
+    counted[middle] = False
+    others = float(change[counted].median()) if bool(counted.any()) else 0.0
     own = float(change[middle])
     return own > 0 and (before <= 1e-3 * own or own >= DIRECT * others)

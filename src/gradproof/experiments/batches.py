@@ -111,8 +111,13 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     if value.dim() == 1 and not value.is_floating_point():
         batch.ids = value.double().cpu().numpy()
     answer = values.get(target) if target is not None else None
-    data = {leaf.index for leaf in evidence.tape.inputs}  # a contrastive loss counts its labels itself
-    if answer is not None and target is not None and not data.isdisjoint(flow.ancestors(target)):
+    data = {leaf.index for leaf in evidence.tape.inputs}
+    if (
+        answer is not None
+        and target is not None
+        and not data.isdisjoint(flow.ancestors(target))
+        and not are_rows_of_the_batch(answer)
+    ):
         if answer.dim() and answer.shape[0] == size:
             batch.answers = fingerprints(answer)
         if found is not None and answer.numel() == size:
@@ -120,6 +125,13 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
+
+
+def are_rows_of_the_batch(answer: Tensor) -> bool:
+    """Whether labels name each row of the batch once, as those of a contrastive loss do: they are of no sample."""
+    rows = answer.detach().reshape(-1).sort().values.cpu()
+    whole = not rows.is_floating_point() and len(rows) > 2
+    return whole and bool((rows == torch.arange(len(rows))).all())
 
 
 def how_chosen(evidence: Evidence, slot: int) -> str:

@@ -10,6 +10,7 @@ from gradproof.experiments.instruments.update import named_parameters
 from gradproof.experiments.nonfinite import place_of, step_is_nonfinite
 from gradproof.tape.execute import is_foreign
 from gradproof.tape.operations import Operation, Tape
+from gradproof.tape.operators import is_view
 from gradproof.tape.shadow import Shadow
 
 COPIES = ("copy_", "_to_copy", "clone")
@@ -78,7 +79,7 @@ def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
     Code that writes past PyTorch, or that nobody can replay, does so at every step.
     """
     seen = evidence.memory.setdefault("departed", {"fine": 0, "at": {}})
-    copy = None if found.departs_at is None else nearest_copy(evidence.tape, found.departs_at)
+    copy = None if found.departs_at is None else copy_read_by(evidence.tape, found.departs_at)
     if copy is None:
         seen["fine"] += not found.departed
         return
@@ -101,17 +102,20 @@ def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
         )
 
 
-def nearest_copy(tape: Tape, index: int) -> Operation | None:
-    """The last copy, of numbers as they are, that an operation depends on."""
-    wanted = {tape.slots[slot].storage for slot in tape.operations[index].reads}
+def copy_read_by(tape: Tape, index: int) -> Operation | None:
+    """The copy, of numbers as they are, that last wrote memory an operation reads.
+
+    Behind an operation that made what was recorded nothing was lost: it has read what was copied.
+    """
+    read = {tape.slots[slot].storage for slot in tape.operations[index].reads}
     for operation in reversed(tape.operations[:index]):
-        made = {tape.slots[slot].storage for slot in (*operation.makes, *operation.writes)}
-        if wanted.isdisjoint(made):
+        written = {tape.slots[slot].storage for slot in (*operation.makes, *operation.writes)} & read
+        if not written or operation.name == "alias" or is_view(operation.func):
             continue
         kinds = {tape.slots[slot].dtype for slot in (*operation.reads, *operation.makes)}
         if operation.name in COPIES and len(kinds) == 1:
             return operation
-        wanted |= {tape.slots[slot].storage for slot in operation.reads}
+        read -= written
     return None
 
 

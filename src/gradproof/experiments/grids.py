@@ -35,6 +35,19 @@ class Grid:
     def valid(self) -> Tensor:
         return self.targets != self.ignored
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every target counts, but for those where the token is padding."""
+        left_out = self.tokens[:, : self.targets.shape[1]][~self.valid]
+        return float(self.valid.double().mean()) > 0.95 or len(torch.unique(left_out)) == 1
+
+    @cached_property
+    def inside(self) -> tuple[int, int]:
+        """The row with the most targets that count, and the middle one of them."""
+        row = int(self.valid.sum(1).argmax())
+        places = self.valid[row].nonzero().flatten()
+        return row, int(places[len(places) // 2]) if len(places) else 0
+
     def by_position(self, rows: Tensor) -> Tensor:
         """One number a row of the prediction, as a grid like `targets`."""
         flat, (count, length) = rows.reshape(-1), self.targets.shape

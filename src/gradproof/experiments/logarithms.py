@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed
-from gradproof.experiments.flow import VIEWS, Flow
+from gradproof.experiments.flow import RESHAPES, VIEWS, Flow
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation, Ref
 
@@ -191,7 +191,9 @@ def of_divergence(flow: Flow, difference: Operation) -> Verdict | None:
     if len(found) < 2 or found[x].shape != found[target].shape:
         return None
     axes = [axis for axis in range(found[target].dim()) if sums_to_one(found[target], axis)]
-    return judge_log_probabilities(flow, x, found[x], axes[-1], "kl_div", difference) if axes else None
+    if not axes or any(sums_to_one(found[x].double().exp(), axis) for axis in axes):
+        return None
+    return judge_log_probabilities(flow, x, found[x], axes[-1], "kl_div", difference)
 
 
 def of_paths(flow: Flow, loss: Operation) -> Verdict | None:
@@ -222,6 +224,18 @@ def judge_log_probabilities(
             confidence="proven" if made_by == "_softmax" else "likely",  # what softmax made, or what looks so
         )
     total = float(rows.exp().sum(axis).median())
+    softmax = flow.maker(flow.behind(slot, RESHAPES))
+    if softmax is not None and softmax.name == "_log_softmax":
+        shape = list(flow.tape.slots[softmax.makes[0]].shape)
+        return confirmed(
+            "axis-or-shape-error/softmax-axis",
+            f"the log_softmax runs over axis {softmax.args[1]} of {shape}, and {name} takes {x.shape[axis]} classes "
+            f"along another: their probabilities sum to {total:.3g} (median), not to 1",
+            where=place_of(softmax.module, softmax.line),
+            fix="take the log_softmax along the axis of the classes, as a rule dim=-1",
+            lasting=True,
+            confidence="proven",  # they were summed
+        )
     line = (
         f"{name} wants log-probabilities, whose exponentials sum to 1 in each row; here they sum to {total:.3g} "
         f"(median), with values from {float(rows.min()):.3g} to {float(rows.max()):.3g}"

@@ -245,7 +245,8 @@ REPLAYS = (
     Question("are_logarithms_where_they_are_wanted", "logarithms",
         "Does the loss get logarithms where it wants them, and values where it wants those?",
         ("loss-activation-mismatch: missing-log positive-as-log rate-as-log-rate raw-rate raw-scores "
-         "softmax-twice",),
+         "softmax-twice",
+         "axis-or-shape-error: softmax-axis"),
         REPLAY),
     Question("are_terms_weighed_alike", "weighing",
         "Are all terms of the loss averaged over the batch alike, and rare classes not made rarer?",

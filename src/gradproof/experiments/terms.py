@@ -34,8 +34,8 @@ def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
-    if weighs_choices(flow):  # how such a loss goes over the steps says nothing of how the policy does
-        evidence.noted["policy_loss"] = True
+    if weighs_choices(flow) or any(is_return(flow, c) for c in flow.comparisons):
+        evidence.noted["policy_loss"] = True  # how it goes over the steps says nothing of how the policy does
     picks = [op for op in flow.picks if _is_log_probability(flow, op.makes[0])]
     slots = [c.prediction for c in flow.comparisons] + [made for made, _, _ in policies]
     slots += [op.makes[0] for op in picks]
@@ -273,14 +273,17 @@ PROBABILITIES = ("_softmax", "_log_softmax", "logsumexp")
 
 
 def weighs_choices(flow: Flow) -> bool:
-    """Whether somewhere in the loss what was picked of a softmax is multiplied with numbers that are no mask."""
+    """Whether somewhere in the loss what was picked of a softmax, or the density of what was done, is multiplied with
+    numbers that are no mask."""
     for op in flow.operations:
         refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
         if op.name != "mul" or not flow.tail.intersection(op.makes):
             continue
         for made in refs:
             weight = next((slot for slot in refs if slot != made), None)
-            if made not in flow.tracked or weight in flow.tracked or not _is_picked(flow, made):
+            if made not in flow.tracked or weight in flow.tracked:
+                continue
+            if not (_is_picked(flow, made) or _is_of_choice(flow, made)):
                 continue
             if weight is None:  # a number of the script's: the return of one action
                 if math.prod(flow.tape.slots[made].shape) == 1:
@@ -290,6 +293,16 @@ def weighs_choices(flow: Flow) -> bool:
             if value is not None and not bool(((value == 0) | (value == 1)).all()):
                 return True
     return False
+
+
+def is_return(flow: Flow, comparison: Comparison) -> bool:
+    """Whether values are compared with numbers from outside plus what a network makes of them, r + γ V(s'): as values
+    grow, so do their errors."""
+    op = flow.maker(flow.behind(comparison.target, VIEWS))
+    if comparison.kind != "value" or op is None or op.name != "add" or len(op.reads) != 2:
+        return False
+    weights = {slot.index for slot in flow.tape.parameters}
+    return sum(not weights.isdisjoint(flow.ancestors(slot)) for slot in op.reads) == 1
 
 
 def _is_picked(flow: Flow, slot: int) -> bool:
@@ -317,6 +330,36 @@ def _is_of_choice(flow: Flow, slot: int) -> bool:
 
 
 def _is_log_probability(flow: Flow, slot: int) -> bool:
+    return _is_of_classes(flow, slot) or _is_log_density(flow, slot)
+
+
+def _is_log_density(flow: Flow, slot: int) -> bool:
+    """A normal distribution's: less the square of what was done, which is data, less what a network expects."""
+    waiting, seen = [(slot, False)], 0
+    while waiting and seen < 40:
+        here, turned = waiting.pop()
+        op, seen = flow.maker(flow.behind(here, VIEWS)), seen + 1
+        if op is None:
+            continue
+        negative = any(isinstance(arg, (int, float)) and arg < 0 for arg in op.args)
+        if op.name == "pow" and op.args[1] == 2:
+            if turned and _is_difference_from_data(flow, op.reads[0]):
+                return True
+        elif op.name in ("neg", "mul", "div"):
+            waiting.append((op.reads[0], turned != (op.name == "neg" or negative)))
+        elif op.name in ("sum", "add", "sub"):
+            waiting += [(read, turned != (op.name == "sub" and n > 0)) for n, read in enumerate(op.reads)]
+    return False
+
+
+def _is_difference_from_data(flow: Flow, slot: int) -> bool:
+    op = flow.maker(flow.behind(slot, VIEWS | {"div", "mul"}))
+    return (
+        op is not None and op.name == "sub" and sum(s in flow.tracked for s in op.reads) == 1 < len(op.reads)
+    )
+
+
+def _is_of_classes(flow: Flow, slot: int) -> bool:
     """Picked by gather out of a log_softmax, of the log of a softmax, or of scores less their logsumexp."""
     maker = flow.maker(flow.behind(slot, VIEWS | {"stack", "cat"}))
     while maker is not None and maker.name in ("stack", "cat"):

@@ -65,11 +65,12 @@ class Pairs:
         self.first: dict[float, tuple[float, frozenset[int]]] = {}
         self.batches = self.again = self.other = 0
         self.seen = self.alike = 0  # samples, and those of which a batch held two
+        self.drawn = False
 
     @property
     def distinct(self) -> bool:
-        """Samples that are alike by nature may well have several targets."""
-        return self.alike <= 0.01 * self.seen
+        """Samples that are alike by nature may well have several targets, and so may one that is asked for parts."""
+        return self.alike <= 0.01 * self.seen and not self.drawn
 
     def look(self, rows: Any, batch: Any) -> bool:
         """Whether samples came again with other targets."""
@@ -88,6 +89,7 @@ class Pairs:
         given = sum(fingerprints(part) * (index + 1) for index, part in enumerate(tensors[:-1]))
         samples, answers = given.tolist(), fingerprints(tensors[-1]).tolist()  # type: ignore[union-attr]
         self.seen += size
+        self.drawn = self.drawn or asks_here_and_there(tensors[-1])
         self.alike += size - len(set(samples))
         for sample, answer in zip(samples, answers, strict=True):
             before, rows_before = self.first.get(sample, (answer, frozenset()))
@@ -97,6 +99,16 @@ class Pairs:
             elif len(self.first) < MOST_SAMPLES:
                 self.first.setdefault(sample, (answer, among))
         return self.other > 0
+
+
+def asks_here_and_there(target: Tensor) -> bool:
+    """Whether targets lie scattered among places that are left out (-100, -1), as what a masked language model is
+    asked: such places are drawn anew."""
+    if target.is_floating_point() or target.dim() != 2 or target.shape[1] < 2:
+        return False
+    counted = target >= 0
+    runs = counted[:, 0].long() + (counted[:, 1:] & ~counted[:, :-1]).sum(1)
+    return bool((runs > 1).any())
 
 
 def fingerprints(part: Tensor) -> Tensor:

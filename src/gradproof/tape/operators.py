@@ -26,6 +26,8 @@ FUSED_ATTENTION = {
 
 # the mask of their dropout exists only inside them
 DROPS_INSIDE = FUSED_ATTENTION | {"_flash_attention_forward", "_efficient_attention_forward"}
+# of what they make so much is written to the last number; behind it lies scratch, part of it fresh memory
+WRITTEN_RESULTS = {"_ctc_loss": 1}
 OWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gradproof.tape.execute import CannotReplay, converted, execute
 from gradproof.tape.operations import BackwardCall, FunctionCall, Operation, Ref, Tape
-from gradproof.tape.operators import is_collective
+from gradproof.tape.operators import WRITTEN_RESULTS, is_collective
 from gradproof.tape.tensors import alias, fingerprint, load
 
 Leaves = Mapping[str, torch.Tensor] | Mapping[int, torch.Tensor]
@@ -315,7 +315,7 @@ class Player:
         """Notes the first operation whose result is not the recorded one."""
         if self.replay.departs_at is not None or operation.fingerprint is None:
             return
-        made = operation.makes or list(operation.writes)
+        made = (operation.makes or list(operation.writes))[: WRITTEN_RESULTS.get(operation.name)]
         now = fingerprint([self.env[slot] for slot in made if slot in self.env])
         if now is None:
             return

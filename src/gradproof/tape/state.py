@@ -30,7 +30,14 @@ from gradproof.tape.operations import (
     Slot,
     Tape,
 )
-from gradproof.tape.operators import OVERWRITES, RRELU, Traits, ignores_first_argument, is_random
+from gradproof.tape.operators import (
+    OVERWRITES,
+    RRELU,
+    WRITTEN_RESULTS,
+    Traits,
+    ignores_first_argument,
+    is_random,
+)
 from gradproof.tape.places import user_line
 from gradproof.tape.shards import Talk, is_sharded, local
 from gradproof.tape.tensors import (
@@ -247,7 +254,7 @@ class State:
             drawn = freeze(traits.name, written if traits.name in RRELU else made or written)
             operation.frozen = tuple(None if value is None else self.keep(value) for value in drawn)
         if not traits.views and not traits.fresh:
-            number = fingerprint(made or written)
+            number = fingerprint((made or written)[: WRITTEN_RESULTS.get(traits.name)])
             if number is not None:
                 operation.fingerprint = len(self.tape.fingerprints)
                 self.tape.fingerprints.append(number)  # type: ignore[union-attr]

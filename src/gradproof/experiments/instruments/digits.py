@@ -78,8 +78,12 @@ def jumps(stored: Tensor, features: Tensor, format: torch.dtype) -> Jumps | None
     if not enough or not len(spread) or not bool(torch.isfinite(columns).all()):
         return None
     mean = columns.new_zeros(len(numbers), columns.shape[1]).index_add_(0, group, columns) / size[:, None]
-    apart = ((columns - mean[group]).abs() > SAME * spread.sqrt())[twins].double().mean(0)
-    if not bool((apart <= STRAYS).all()):
+    # twins tell something where the next number has another row; the unfilled end of a table is one row, by nature
+    changes = (torch.diff(mean, dim=0).abs() > SAME * spread.sqrt()).any(1)
+    none = changes.new_zeros(1)
+    telling = twins & (torch.cat([changes, none]) | torch.cat([none, changes]))[group]
+    apart = ((columns - mean[group]).abs() > SAME * spread.sqrt())[telling].double().mean(0)
+    if int(telling.sum()) < TWINS or not bool((apart <= STRAYS).all()):
         return None
     share = torch.diff(mean, dim=0).square()[neighbours].mean(0) / (2 * spread)
     return Jumps(format, len(numbers), float(numbers.abs().max()), float(step.max()), share, twins)
