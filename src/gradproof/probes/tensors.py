@@ -19,7 +19,7 @@ from gradproof.record.schema import EXPONENT_BINS, EXPONENT_LOW, PERCENTILES, ST
 
 Name = TypeVar("Name", bound=Hashable)
 
-PIECE = 1 << 16  # entries that one float32 norm may run over on a CPU
+PIECE = 1 << 14  # entries that one float32 norm may run over on a CPU
 SAMPLE = 1024  # entries of a tensor that percentiles, exponents, cosines and ε shares are taken from
 FEWEST, MOST_SAMPLED = 16, 1 << 22  # entries of each, and of all: of very many tensors, fewer each
 SLAB = 1 << 20  # entries that are sorted and counted at a time
