@@ -59,7 +59,7 @@ def main() -> None:
             rounds[world] += together(run_ranks(world, sys.argv[1:]))
     show(rounds, args.steps)
     if load > 0.5:
-        print("\nOther programs were running: wall times are theirs, too.")
+        print("\nOther programs were running: wall times are theirs, too, and no verdict on them holds.")
 
 
 def show(rounds: dict[int, list[Round]], steps: int) -> None:
