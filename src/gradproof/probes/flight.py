@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from gradproof.probes import guard
 from gradproof.probes.names import is_installed
 from gradproof.record.flight import FLIGHT_FILE, SIZE, Recorder
 from gradproof.record.writer import RunWriter
@@ -34,7 +35,7 @@ class FlightRecorder:
         self._given_up = False
 
     def note(self, step: int, phase: int, what: str = "") -> None:
-        if self._recorder is not None and self._process == os.getpid():
+        if self._recorder is not None and self._process == guard.pid:
             self._recorder.note(step, phase, what)
 
     def begin(self) -> None:

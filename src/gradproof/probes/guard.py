@@ -29,12 +29,12 @@ STEP_EVENTS = frozenset(
     )
 )
 
-_pid = os.getpid()  # asked once in each process: it is a call of the system, and there are some events a step
+pid = os.getpid()  # asked once in each process: it is a call of the system, and there are some events a step
 
 
 def _note_pid() -> None:
-    global _pid
-    _pid = os.getpid()
+    global pid
+    pid = os.getpid()
 
 
 os.register_at_fork(after_in_child=_note_pid)
@@ -48,7 +48,7 @@ def guarded(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def handler(session: Any, *args: Any) -> Any:
-        if not session.alive or session.examining or _pid != session.pid:
+        if not session.alive or session.examining or pid != session.pid:
             return None
         if is_recorded():
             return session.graphs.note(event, args)

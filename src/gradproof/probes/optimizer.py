@@ -84,11 +84,25 @@ def moments(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[tuple[str,
         eps, betas = float(group.get("eps", 0.0)), group.get("betas", (0.0, 0.0))
         correction = 1 - float(betas[1]) ** steps if 0 < float(betas[1]) < 1 else 1.0
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
             for kind, keys in (("adam_m", FIRST_MOMENT), ("adam_v", SECOND_MOMENT)):
-                moment = next((state[key] for key in keys if isinstance(state.get(key), Tensor)), None)
-                if moment is not None and moment.shape == parameter.shape:
+                moment = _moment(optimizer, parameter, keys)
+                if moment is not None:
                     yield kind, parameter, moment, eps * eps * correction
+
+
+def first_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter that has one, and its momentum; an update by hand has none."""
+    if hasattr(optimizer, "state"):
+        for parameter in parameters_of(optimizer):
+            moment = _moment(optimizer, parameter, FIRST_MOMENT)
+            if moment is not None:
+                yield parameter, moment
+
+
+def _moment(optimizer: torch.optim.Optimizer, parameter: Tensor, keys: tuple[str, ...]) -> Tensor | None:
+    state = optimizer.state.get(parameter, {})
+    moment = next((state[key] for key in keys if isinstance(state.get(key), Tensor)), None)
+    return moment if moment is not None and moment.shape == parameter.shape else None
 
 
 def share_below(squares: list[Tensor], limits: list[float]) -> Tensor:

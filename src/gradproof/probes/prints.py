@@ -10,8 +10,9 @@ import math
 import random
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,23 +62,31 @@ class Prints:
         self._began = time.time()
         self._own: float | None = None
         self._listening = ExitStack()
+        self._listens = False
         self._local: dict[str, Tensor] = {}  # parts of gradients before anybody averaged them
         self._sampled: list[tuple[str, Tensor]] = []
         self._is_mean = True
 
     def step_opens(self, number: int) -> None:
         self._began, self._own = time.time(), None
-        self._listening.close()
+        if self._listens:  # at a step that had no update
+            self.close()
+        if is_landmark(number):
+            self._listen(number)
+
+    def _listen(self, number: int) -> None:
+        self._listens = True
         self._local, self._sampled, self._is_mean = {}, [], True
-        if is_landmark(number) and not self._session.compiled:
+        if not self._session.compiled:
             self._hear_of_the_batch()
         if number in AVERAGING_STEPS:
             self._writer.write_event("random", step=number, **states_of_generators())
-        if number in AVERAGING_STEPS and not self._session.compiled:
-            self._hear_of_gradients()
+            if not self._session.compiled:
+                self._hear_of_gradients()
 
     def close(self) -> None:
         self._listening.close()
+        self._listens = False
 
     def backward_begins(self, roots: list[Any]) -> None:
         if self._own is None:
@@ -87,33 +96,26 @@ class Prints:
 
     def before_update(self, step: OpenStep, number: int, optimizer: Any) -> None:
         """The gradients are those of all ranks, the weights still the old ones."""
-        self._listening.close()
         landmark = is_landmark(number)
         if step.depth < LIGHT and not landmark:
             return
-        parameters = {
-            self._session.parameters.name(p): p
-            for p in optim.parameters_of(optimizer)
-            if measuring.is_measurable(p)
-        }
+        self.close()
+        parameters = [p for p in optim.parameters_of(optimizer) if measuring.is_measurable(p)]
         if number == 0:
-            self._note_sharding(list(parameters.values()))
-        self._measure(step, "weight", parameters)
-        self._add_up(step, number, [measuring.local(p) for p in parameters.values()])
+            self._note_sharding(parameters)
+        names = {id(p): self._session.parameters.name(p) for p in optim.parameters_of(optimizer)}
+        found = [("weight", names[id(p)], p) for p in parameters]
         if step.depth != LIGHT:  # else they are measured anyway
-            self._measure(
-                step,
-                "gradient",
-                {
-                    self._session.parameters.name(p): g.coalesce() if g.is_sparse else g
-                    for p, g in optim.gradients_of(optimizer)
-                    if measuring.is_measurable(g)
-                },
-            )
+            found += [
+                ("gradient", names[id(p)], g.coalesce() if g.is_sparse else g)
+                for p, g in optim.gradients_of(optimizer)
+            ]
         if landmark:
-            self._measure(step, "state", self._momenta(optimizer))
-            self._measure(step, "buffer", self._buffers())
+            found += [("state", names[id(p)], moment) for p, moment in optim.first_moments(optimizer)]
+            found += [("buffer", name, buffer) for name, buffer in self._buffers()]
             self._hold_against_average(step)
+        self._measure(step, found)
+        self._add_up(step, number, [measuring.local(p) for p in parameters])
 
     def _note_sharding(self, parameters: list[Tensor]) -> None:
         """Whether each rank holds a part of every parameter, and gets data of its own all the same."""
@@ -125,29 +127,28 @@ class Prints:
         )
         every = bool(sharded) and all(feeds_every_rank(p, self._world) for p in sharded)
         self._session.facts["fully_sharded"] = by_module and every
-        self._session.pace.purse.keeps_time = bool(sharded)
         models = [p for root in self._session.names.roots.values() for p in root.parameters()]
         held = set(map(id, parameters))
         late = is_sharded(models) and not is_sharded(parameters) and held.isdisjoint(map(id, models))
         self._session.facts["sharded_late"] = late
 
-    def _measure(self, step: OpenStep, kind: str, tensors: dict[str, Tensor]) -> None:
-        parts: dict[torch.device, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            self._number(kind, name, parts_of(tensor))
-            part = measuring.local(tensor)
-            parts.setdefault(part.device, {})[name] = part
-        for group in parts.values():
+    def _measure(self, step: OpenStep, found: list[tuple[str, str, Tensor]]) -> None:
+        """All of them in one call, or in one for each device and precision."""
+        groups: dict[tuple[torch.device, torch.dtype], dict[tuple[str, str], Tensor]] = {}
+        for kind, name, tensor in found:
+            if measuring.is_measurable(tensor):
+                if (kind, name) not in self._numbers:
+                    self._number(kind, name, parts_of(tensor))
+                part = measuring.local(tensor)
+                groups.setdefault((part.device, part.dtype), {})[kind, name] = part
+        for group in groups.values():
             step.reading.add(f"print {len(step.prints)}", measuring.square_sums(list(group.values())))
-            step.prints.append((kind, list(group)))
+            step.prints.append(list(group))
 
-    def _number(self, kind: str, name: str, parts: int) -> int:
-        key = (kind, name)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._listed)
-            self._listed.append([kind, name, parts])
-            self._writer.set_info(prints=self._listed)
-        return self._numbers[key]
+    def _number(self, kind: str, name: str, parts: int) -> None:
+        self._numbers[kind, name] = len(self._listed)
+        self._listed.append([kind, name, parts])
+        self._writer.set_info(prints=self._listed)
 
     def _add_up(self, step: OpenStep, number: int, weights: list[Tensor]) -> None:
         """The exact sum of the bits of some weights: each in its turn, those of a small model all."""
@@ -159,26 +160,13 @@ class Prints:
                 break
             sums.append(bits_of(weight))
         if sums and len({s.device for s in sums}) == 1:
-            step.reading.add("print sums", torch.stack(sums))
+            step.reading.add("print sums", torch.stack(sums) & MASK)
 
-    def _momenta(self, optimizer: Any) -> dict[str, Tensor]:
-        if not hasattr(optimizer, "state"):
-            return {}
-        return {
-            self._session.parameters.name(p): moment
-            for kind, p, moment, _ in optim.moments(optimizer, 1)
-            if kind == "adam_m" and measuring.is_measurable(moment)
-        }
-
-    def _buffers(self) -> dict[str, Tensor]:
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Of models that do not have them sent from rank 0 at every call, as DDP does."""
-        return {
-            name: buffer
-            for root in self._session.names.roots.values()
-            if not getattr(root, "broadcast_buffers", False)
-            for name, buffer in root.named_buffers()
-            if measuring.is_measurable(buffer)
-        }
+        for root in self._session.names.roots.values():
+            if not getattr(root, "broadcast_buffers", False):
+                yield from root.named_buffers()
 
     # the batch ---------------------------------------------------------------------------------------------
 
@@ -188,8 +176,10 @@ class Prints:
                 if torch.compiler.is_compiling() or not self._session.alive or not torch.is_grad_enabled():
                     return
                 if self._session.names.is_outermost(module):
+                    began = time.perf_counter()
                     handle.remove()
                     self._look_at_batch(module, args)
+                    self._session.own_seconds += time.perf_counter() - began
 
         handle = nn.modules.module.register_module_forward_pre_hook(called)
         self._listening.callback(handle.remove)
@@ -202,7 +192,7 @@ class Prints:
         step.batch["entries"] = given[0].numel()
         sums = [bits_of(a.detach().reshape(-1)[:LARGEST_BATCH]) for a in given]
         if len({s.device for s in sums}) == 1:
-            step.reading.add("print batch", torch.stack(sums))
+            step.reading.add("print batch", torch.stack(sums) & MASK)
         inner = list(module.modules())
         step.batch["training"] = sum(m.training for m in inner) / len(inner)
         norms = [m for m in inner if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
@@ -256,27 +246,19 @@ class Prints:
 
     def write(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
         """The numbers of a step are on the host."""
-        squares: dict[tuple[str, str], float] = {}
-        for index, (kind, names) in enumerate(step.prints):
-            squares |= {(kind, n): v for n, v in zip(names, found[f"print {index}"].tolist(), strict=True)}
-        parts = [values for key, values in found.items() if key.startswith("squares ")]
-        if parts and step.depth == LIGHT:
-            values = np.concatenate(parts).tolist()
-            squares |= {("gradient", n): v for n, v in zip(step.norms, values, strict=False)}
         row: dict[str, Any] = {"step": number, **step.times, **step.batch}
         row |= {key: step.row[key] for key in ("loss", "lr") if key in step.row}
-        row |= {"clip": step.row["norm_before_clip"] ** 2} if "norm_before_clip" in step.row else {}
-        for (kind, name), value in squares.items():
-            parts = self._listed[self._number(kind, name, 0)][2]
-            if kind != "state":
-                field = f"{kind}_parts" if parts and kind != "buffer" else kind
-                row[field] = row.get(field, 0.0) + value * max(parts, 1)
-        for key, field in (("print sums", "checksum"), ("print batch", "batch")):
-            if key in found:
-                row[field] = in_order(found[key].tolist())
-        for key in ("loss", "gradient", "gradient_parts", "weight", "weight_parts"):
-            if math.isnan(row.get(key, 0.0)):
-                row[key] = math.inf
+        if "norm_before_clip" in step.row:
+            row["clip"] = step.row["norm_before_clip"] ** 2
+        if math.isnan(row.get("loss", 0.0)):
+            row["loss"] = math.inf
+        squares: dict[tuple[str, str], float] = {}
+        if found:
+            squares = self._squares(step, found)
+            row |= self._sums(squares)
+            for key, field in (("print sums", "checksum"), ("print batch", "batch")):
+                if key in found:
+                    row[field] = in_order(found[key].tolist())
         self._writer.append(PRINTS_FILE, pack_row(**row))
         if squares:
             numbers = [self._numbers[key] for key in squares]
@@ -298,6 +280,31 @@ class Prints:
                 final=found["print final"].tolist(),
                 clip=clip,
             )
+
+    def _squares(self, step: OpenStep, found: dict[str, np.ndarray]) -> dict[tuple[str, str], float]:
+        """Σx² by kind and name; of a light step, the gradients are those that were measured anyway."""
+        squares: dict[tuple[str, str], float] = {}
+        for index, keys in enumerate(step.prints):
+            squares |= zip(keys, found[f"print {index}"].tolist(), strict=True)
+        if step.depth == LIGHT:
+            parts = [values.tolist() for key, values in found.items() if key.startswith("squares ")]
+            gradients = (("gradient", name) for name in step.norms)
+            squares |= zip(gradients, chain.from_iterable(parts), strict=False)
+        return squares
+
+    def _sums(self, squares: dict[tuple[str, str], float]) -> dict[str, float]:
+        """The sum of each kind, as a row has it: inf where one is not a number, which would say "not measured"."""
+        row: dict[str, float] = {}
+        for key, value in squares.items():
+            if key not in self._numbers:
+                self._number(*key, 0)
+            kind, _, parts = self._listed[self._numbers[key]]
+            if kind != "state":
+                field = f"{kind}_parts" if parts and kind != "buffer" else kind
+                row[field] = row.get(field, 0.0) + value * max(parts, 1)
+        for field in row.keys() - {"buffer"}:
+            row[field] = math.inf if math.isnan(row[field]) else row[field]
+        return row
 
 
 def states_of_generators() -> dict[str, int]:
@@ -328,12 +335,12 @@ def is_mean(root: Any) -> bool:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bit patterns as whole numbers, modulo 2⁴⁸: the same in whatever order it is added up."""
+    """The sum of a tensor's bit patterns as whole numbers, to be taken modulo 2⁴⁸: the same in whatever order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype is torch.bool:
         tensor = tensor.to(torch.int8)
-    return tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) & MASK
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def in_order(sums: list[float]) -> float:

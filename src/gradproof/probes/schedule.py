@@ -138,9 +138,8 @@ class Purse:
         self._deep_spent = 0.0
         self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
         self.left_out = 0  # steps that were not even measured lightly
-        self.keeps_time = (
-            False  # several ranks hold parts of one model: what is measured at the same step counts
-        )
+        # one of several ranks: what all of them measure at the same step is waited for once, and parts make a whole
+        self.keeps_time = False
 
     def choose(self, step: int, elapsed: float, taken: float = 0.0) -> int:
         """The deepest depth that is affordable for the step that begins now; `taken` is what the first ones took."""

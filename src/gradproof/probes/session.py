@@ -40,6 +40,7 @@ from gradproof.probes.taping import Taping
 from gradproof.probes.threads import Owner
 from gradproof.probes.updates import UpdateProbe
 from gradproof.record.flight import BACKWARD, FORWARD, UPDATE
+from gradproof.record.prints import is_landmark
 from gradproof.record.source import rename_cells
 from gradproof.record.writer import RunWriter
 from gradproof.tape.living import Living
@@ -106,6 +107,7 @@ class Session:
         self.returns: Any = None  # set where weights are compared with what the last step left
 
         self.pace = Pace(rules, budget, rank)
+        self.pace.purse.keeps_time = world > 1
         self.step = 0
         self._epoch, self._batch = 0, 0
         self._unscaled: dict[int, Tensor] = {}  # id of a scaled loss -> the loss
@@ -466,7 +468,10 @@ class Session:
     def _begin_step(self) -> None:
         if self.taping is not None:
             self.own_seconds += self.taping.calls.take_seconds()
-        self.pace.pay(self.step, self.current.depth, self.own_seconds)
+        depth = self.current.depth
+        if self.prints is not None and is_landmark(self.step - 1):
+            depth = max(depth, PARAMETERS)  # all of them were looked at: it comes out of what deep steps have
+        self.pace.pay(self.step, depth, self.own_seconds)
         self.unseen = self._must_pass_over()
         self._open_step()
 

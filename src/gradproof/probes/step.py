@@ -37,8 +37,8 @@ class OpenStep:
         self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
         self.norms: list[str] = []
         self.reading = Reading()
-        # of a rank's fingerprints: kind and names of what was measured, what is known of the batch, when it was
-        self.prints: list[tuple[str, list[str]]] = []
+        # of a rank's fingerprints: kind and name of what was measured, what is known of the batch, when it was
+        self.prints: list[list[tuple[str, str]]] = []
         self.batch: dict[str, float] = {}
         self.times: dict[str, float] = {}
         self._kept: list[tuple[str, str, Tensor]] = []

@@ -66,7 +66,8 @@ class Recorder:
         self.last = time.time()
         self.count += 1
         place = TEXT_AT + TEXT + (self.count % SLOTS) * SLOT.size
-        self._store(place, SLOT.pack(self.count, self.last, step, phase, what.encode()[:48]))
+        name = what.encode()[:48] if what else b""
+        self._store(place, SLOT.pack(self.count, self.last, step, phase, name))
 
     def beat(self) -> None:
         self._store(0, HEAD.pack(MAGIC, self._process, time.time(), self.count))

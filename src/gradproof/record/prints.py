@@ -48,6 +48,7 @@ ROW = np.dtype(
     ]
 )
 FIELDS = tuple(ROW.names or ())[2:]
+NOT_MEASURED = (math.nan,) * len(FIELDS)
 PACKED = struct.Struct("<II" + "".join(ROW[name].char for name in FIELDS))
 
 TENSOR_HEADER = struct.Struct("<4sQII")  # magic, step, tensors, CRC
@@ -65,7 +66,7 @@ def is_landmark(step: int) -> bool:
 
 def pack_row(**values: Any) -> bytes:
     """One row; a field that is not given was not measured."""
-    return PACKED.pack(MAGIC, values["step"], *(values.get(name, math.nan) for name in FIELDS))
+    return PACKED.pack(MAGIC, values["step"], *map(values.get, FIELDS, NOT_MEASURED))
 
 
 def read_rows(file: Path) -> np.ndarray:
