@@ -39,6 +39,7 @@ from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 from gradproof.probes.tables import tables
+from gradproof.probes.warned import warned
 from gradproof.probes.worker_draws import worker_draws
 from gradproof.record.flight import BETWEEN
 
@@ -316,6 +317,7 @@ def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool
 
 
 LISTENERS = (
+    warned,
     made,
     optimizers_made,
     optimizer_steps,

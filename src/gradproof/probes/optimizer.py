@@ -52,9 +52,11 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         settings = {key: group[key] for key in SETTINGS if key in group}
         settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
         groups.append({**settings, "tensors": len(group["params"])})
+    more = len(optimizer.param_groups) - MOST_GROUPS
     return {
         "class": type(optimizer).__name__,
         "groups": groups,
+        **({"groups_left_out": more} if more > 0 else {}),
         "base_lr": base_lr(optimizer),
         "line": MADE_WITH.get(optimizer, (0.0, ""))[1],
     }

@@ -94,7 +94,11 @@ class Parameters:
             self._optimizers[optimizer] = facts
             for each, known in self._optimizers.items():
                 self._optimizers_described[known["number"]] = {"name": known["name"], **optim.describe(each)}
-            self._writer.set_info(optimizers=self._optimizers_described[:MOST_OPTIMIZERS])
+            more = len(self._optimizers_described) - MOST_OPTIMIZERS
+            self._writer.set_info(
+                optimizers=self._optimizers_described[:MOST_OPTIMIZERS],
+                **({"optimizers_left_out": more} if more > 0 else {}),
+            )
             self.describe()
         return facts
 
