@@ -55,6 +55,8 @@ def test_many_groups_with_long_names(tmp_path, capsys, count, length):
     names = {tensor["name"] for tensor in run.tensors if tensor["kind"] == "gradient"}
     assert len(names) == count and max(map(len, names)) <= LONGEST and run.notes == []
     assert len(run.info["optimizers"][0]["groups"]) == min(count, 1000)
+    left_out = ["1000 more parameter groups were there than have room in run.json; of those nothing is said"]
+    assert [note for note in said(tmp_path / "run").notes if "groups" in note] == left_out * (count > 1000)
     assert (tmp_path / "run" / "run.json").stat().st_size < 2000 * count
     began = time.process_time()
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -165,3 +167,20 @@ def test_an_optimizer_without_a_learning_rate(tmp_path):
         train(model, WithoutRate(model.parameters()))
     said(tmp_path / "run")
     assert len(open_run(tmp_path / "run")) == 6
+
+
+def test_many_optimizers_are_counted(tmp_path, monkeypatch, capsys):
+    """Of those that are not described, the report and its notes for programs say how many there were."""
+    monkeypatch.setattr(describing, "MOST_OPTIMIZERS", 4)
+    for count, path in ((4, tmp_path / "few"), (7, tmp_path / "many")):
+        model = Many(count)
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        with gradproof.watch(model, optimizers, out=path, experiments=False):
+            for optimizer in optimizers:
+                train(model, optimizer, steps=2)
+    note = "3 more optimizers were there than have room in run.json; of those nothing is said"
+    assert note in said(tmp_path / "many").as_data()["notes"]
+    assert len(open_run(tmp_path / "many").info["optimizers"]) == 4
+    main(["diagnose", str(tmp_path / "many")])
+    assert "3 more optimizers" in capsys.readouterr().out.replace("\n", " ")
+    assert not any("optimizers" in note for note in said(tmp_path / "few").notes)

@@ -59,9 +59,11 @@ def find_unseen(run: Run, examination: Examination) -> Iterator[str]:
         yield f"the statistics of older steps were thinned {run.info['thinned']} times, to keep {FRAMES_FILE} small"
     if run.info.get("frames_ended"):
         yield f"no tensor was measured after step {run.info['frames_ended']}: {FRAMES_FILE} was full"
-    for what in ("tensors", "parameters"):
-        if left_out := run.info.get(f"{what}_left_out"):
-            yield f"{left_out} more {what} were there than have room in {INFO_FILE}; of those nothing is said"
+    groups = sum(o.get("groups_left_out", 0) for o in run.info.get("optimizers", ()))
+    left_out = {what: run.info.get(f"{what}_left_out", 0) for what in ("tensors", "parameters", "optimizers")}
+    for what, more in {**left_out, "parameter groups": groups}.items():
+        if more:
+            yield f"{more} more {what} were there than have room in {INFO_FILE}; of those nothing is said"
     if examination.failed:
         one = len(examination.failed) == 1
         first = examination.failed[0]

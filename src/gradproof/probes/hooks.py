@@ -39,6 +39,7 @@ from gradproof.probes.samplers import samplers
 from gradproof.probes.session import Session
 from gradproof.probes.states import clip_coverage, loads, note_clip, optimizer_states
 from gradproof.probes.tables import tables
+from gradproof.probes.warned import warned
 from gradproof.probes.worker_draws import worker_draws
 from gradproof.record.flight import BETWEEN
 
@@ -58,7 +59,9 @@ def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStac
 def _chosen(optimizers: tuple[Optimizer, ...]) -> Callable[[Any], bool]:
     """Whether an optimizer, or the one that accelerate has wrapped in it, is among those to listen to."""
     ids = {id(optimizer) for optimizer in optimizers}
-    return lambda optimizer: not ids or bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
+    if not ids:
+        return lambda optimizer: True
+    return lambda optimizer: bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
 
 
 def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
@@ -122,7 +125,8 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
             try:
                 result = original(tensors, grad_tensors, *args, **kwargs)
             finally:
-                step.backward_returned()
+                if step.used:
+                    step.backward_returned()
                 if "inside_backward" in session.current.row:
                     session.backward_ends()
             if session.flight is not None:
@@ -316,6 +320,7 @@ def compilation(session: Session, stack: ExitStack, chosen: Callable[[Any], bool
 
 
 LISTENERS = (
+    warned,
     made,
     optimizers_made,
     optimizer_steps,

@@ -38,7 +38,10 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Ten
 
 def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor | None:
     """A number; still a tensor where reading it would wait for a GPU; of an update by hand nobody knows it."""
-    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
+    groups = optimizer.param_groups
+    if len(groups) == 1 and type(groups[0].get("lr")) is float:
+        return groups[0]["lr"]
+    rates = [group["lr"] for group in groups if group.get("lr") is not None]
     far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and not rate.is_cpu]
     if far:
         return torch.stack(far).max()
@@ -52,9 +55,11 @@ def describe(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         settings = {key: group[key] for key in SETTINGS if key in group}
         settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
         groups.append({**settings, "tensors": len(group["params"])})
+    more = len(optimizer.param_groups) - MOST_GROUPS
     return {
         "class": type(optimizer).__name__,
         "groups": groups,
+        **({"groups_left_out": more} if more > 0 else {}),
         "base_lr": base_lr(optimizer),
         "line": MADE_WITH.get(optimizer, (0.0, ""))[1],
     }

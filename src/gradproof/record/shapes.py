@@ -89,6 +89,7 @@ OPTIMIZER = record(
         "line": name,
         "base_lr": maybe(number),
         "groups": list_of(SETTINGS),
+        "groups_left_out": whole,
     },
 )
 
@@ -270,6 +271,7 @@ INFO: dict[str, Shape] = {
     "frames_ended": whole,
     "tensors_left_out": whole,
     "parameters_left_out": whole,
+    "optimizers_left_out": whole,
 }
 
 VERDICT = record(
