@@ -65,7 +65,7 @@ class Calls:
     def __init__(self, fail: Callable[[Exception], None]) -> None:
         self._fail = fail
         self._stack = ExitStack()
-        self._listens = False
+        self.listens = False
         self._attached: Living[None] = Living()
         self._outer: Living[weakref.ref[nn.Module]] = Living()  # a model -> the compiled module around it
         self._compiler = False
@@ -80,7 +80,7 @@ class Calls:
         if len(wanted) == len(self._attached) and all(model in self._attached for model in wanted):
             return
         self.detach()
-        self._listens = True
+        self.listens = True
         self._attached = Living((model, None) for model in wanted)
         for cls in {type(model) for model in wanted if not isinstance(model, torch.jit.ScriptModule)}:
             self._stack.enter_context(_listening(cls, self._attached, self._called, self._returned))
@@ -92,8 +92,8 @@ class Calls:
         return model if outer is None else outer
 
     def detach(self) -> None:
-        if self._listens:
-            self._listens = False
+        if self.listens:
+            self.listens = False
             self._stack.close()
             self._attached.clear()
 

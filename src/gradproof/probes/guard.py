@@ -16,6 +16,8 @@ from threading import get_ident
 from types import FrameType
 from typing import Any
 
+import torch
+
 from gradproof.probes.aside import is_recorded
 from gradproof.probes.threads import STEPS
 from gradproof.tape.modes import without_trace
@@ -39,6 +41,10 @@ def _note_pid() -> None:
 
 os.register_at_fork(after_in_child=_note_pid)
 
+# looked up once: between the kernels of a tiny step every name is far away
+_clock, _follows, _follow = time.perf_counter, torch.is_grad_enabled, torch._C._set_grad_enabled
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
 
 def guarded(method: Callable) -> Callable:
     """An event handler: never raises into training, is timed, does nothing in a forked worker."""
@@ -57,10 +63,13 @@ def guarded(method: Callable) -> Callable:
             return session.another_thread_trains()
         if session.unseen and event in STEP_EVENTS:
             return session.pass_over(event)
-        start = time.perf_counter()
+        start, followed = _clock(), _follows()
         try:
             # no part of a step that is taped, or that the script itself looks into
-            return without_trace(method, session, *args)
+            if _dispatch_modes() or _function_modes():
+                return without_trace(method, session, *args)
+            _follow(False)  # inside: when it returns, a signal handler may raise
+            return method(session, *args)
         except Exception as error:
             if raised_by_signal(error):
                 session.drop_step()
@@ -68,7 +77,8 @@ def guarded(method: Callable) -> Callable:
             session.fail(error)
             return None
         finally:
-            session.own_seconds += time.perf_counter() - start
+            _follow(followed)
+            session.own_seconds += _clock() - start
             if session.afterwards:
                 _do_what_is_left(session)
 

@@ -59,7 +59,9 @@ def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStac
 def _chosen(optimizers: tuple[Optimizer, ...]) -> Callable[[Any], bool]:
     """Whether an optimizer, or the one that accelerate has wrapped in it, is among those to listen to."""
     ids = {id(optimizer) for optimizer in optimizers}
-    return lambda optimizer: not ids or bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
+    if not ids:
+        return lambda optimizer: True
+    return lambda optimizer: bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
 
 
 def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
@@ -123,7 +125,8 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
             try:
                 result = original(tensors, grad_tensors, *args, **kwargs)
             finally:
-                step.backward_returned()
+                if step.used:
+                    step.backward_returned()
                 if "inside_backward" in session.current.row:
                     session.backward_ends()
             if session.flight is not None:

@@ -34,6 +34,9 @@ class Ledger:
 
     def add(self, step: OpenStep, number: int) -> None:
         """A step has ended: its numbers are sent, and those that have arrived are written."""
+        if not step.reading.parts and not self._in_flight:
+            self._write(step, number, {})
+            return
         step.reading.send()
         self._in_flight.append((step, number))
         self.settle(MOST_IN_FLIGHT)

@@ -28,7 +28,7 @@ class Pace:
         self._rules = rules
         self._rank = rank
         self._limited = budget is not None or not rules
-        self._strict = budget is not None  # a budget that was asked for is kept, if need be by not looking
+        self.strict = budget is not None  # a budget that was asked for is kept, if need be by not looking
         self._paid = 0.0
         self._last_sampled = 0.0
 
@@ -41,7 +41,7 @@ class Pace:
         return OpenStep(depth, sampled=depth >= EVERYTHING and self._is_time_to_sample(number))
 
     def must_pass_over(self, number: int) -> bool:
-        return self._strict and number >= Purse.FIRST and self.purse.overdrawn(self.elapsed())
+        return self.strict and number >= Purse.FIRST and self.purse.overdrawn(self.elapsed())
 
     def looks_closely(self, number: int) -> bool:
         """Whether a non-finite value was seen a few steps ago, and no rules say what is wanted."""
@@ -51,7 +51,7 @@ class Pace:
     def pay(self, number: int, depth: int, own_seconds: float) -> None:
         """Book what watching has taken in all; by default, what is measured in any case is not charged."""
         seconds = own_seconds - self._paid
-        if number > Purse.FIRST or self._strict:
+        if number > Purse.FIRST or self.strict:
             self.purse.pay(depth, seconds)
         else:
             self.purse.note_price(depth, seconds * (1 - Purse.ONCE) if number == 0 else seconds)
@@ -70,7 +70,7 @@ class Pace:
         }
 
     def _choose_depth(self, number: int, epoch: int, batch: int) -> int:
-        if self.looks_closely(number):
+        if self.nonfinite_step is not None and self.looks_closely(number):
             return EVERYTHING
         if not self._rules:
             return self.purse.choose(number, self.elapsed(), self._paid)

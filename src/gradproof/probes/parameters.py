@@ -150,10 +150,9 @@ class Parameters:
             for facts in (self._described, self._start_values, self._start_steps, self._moved):
                 facts.pop(name, None)
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step has been made: after 1, 2, 4, 8, … of them it is looked at what has changed."""
+    def stepped(self, steps: int) -> None:
+        """So many steps of an optimizer have been made: after 1, 2, 4, 8, … it is looked at what has changed."""
         self._steps += 1
-        steps = self._optimizers[optimizer]["steps"]
         if steps & (steps - 1) == 0:
             self.look()
 

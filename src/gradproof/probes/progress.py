@@ -21,10 +21,12 @@ def progress_line() -> tuple[Callable[[dict[str, Any]], None], Callable[[], None
 
     def show(row: dict[str, Any]) -> None:
         nonlocal last
+        if terminal is None:
+            return
         if row.get("clip_limit") is not None:
             clips.append(row.get("norm_before_clip", 0.0) > row["clip_limit"])
         now = time.monotonic()
-        if terminal is None or now - last < PERIOD:
+        if now - last < PERIOD:
             return
         last = now
         write(terminal, f"\r\x1b[2K\x1b[2m{render_progress(row, clips)}\x1b[0m\r")

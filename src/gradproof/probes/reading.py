@@ -13,15 +13,15 @@ class Reading:
     """The numbers of one step. `send` starts one copy for each device; nothing waits until `get`."""
 
     def __init__(self) -> None:
-        self._parts: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        self.parts: dict[torch.device, list[tuple[str, Tensor]]] = {}
         self._copies: list[tuple[list[tuple[str, torch.Size]], Tensor]] = []
         self._arrivals: list[torch.cuda.Event] = []
 
     def add(self, key: str, tensor: Tensor) -> None:
-        self._parts.setdefault(tensor.device, []).append((key, tensor.detach()))
+        self.parts.setdefault(tensor.device, []).append((key, tensor.detach()))
 
     def send(self) -> None:
-        for device, parts in self._parts.items():
+        for device, parts in self.parts.items():
             packed = torch.cat([tensor.reshape(-1).to(torch.float64) for _, tensor in parts])
             host = packed.to("cpu", non_blocking=True)  # the one transfer of the step
             self._copies.append(([(key, tensor.shape) for key, tensor in parts], host))
@@ -29,7 +29,7 @@ class Reading:
                 arrival = torch.cuda.Event()
                 arrival.record(torch.cuda.current_stream(device))
                 self._arrivals.append(arrival)
-        self._parts.clear()
+        self.parts.clear()
 
     def ready(self) -> bool:
         return all(arrival.query() for arrival in self._arrivals)

@@ -53,9 +53,10 @@ class Returns:
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         try:
+            left = self.left.get(optimizer)
             if optimizer not in self.first:
                 self._begin(optimizer)
-            elif optimizer in self.left and self._is_overwritten(optimizer):
+            elif left is not None and self._is_overwritten(optimizer, left):
                 self._note_what_is_taken_back(optimizer)
                 self._note()
         except Exception as error:
@@ -98,9 +99,9 @@ class Returns:
         self.over = True
         self.session.facts.pop("returns", None)
 
-    def _is_overwritten(self, optimizer: Optimizer) -> bool:
+    def _is_overwritten(self, optimizer: Optimizer, left: list[float]) -> bool:
         now = self._some_numbers(optimizer)
-        return now != self.left[optimizer] if now else self._loaded() is not None
+        return now != left if now else self._loaded() is not None
 
     def _loaded(self) -> str | None:
         """The line of a load_state_dict since the last step."""

@@ -179,7 +179,8 @@ class Purse:
         self.spent += seconds
         if depth >= PARAMETERS:
             self._deep_spent += seconds
-        self.note_price(depth, seconds)
+        if depth > BARE:
+            self.note_price(depth, seconds)
 
     def note_price(self, depth: int, seconds: float) -> None:
         """What a step of this depth costs; by default, the first ones are not charged."""

@@ -243,7 +243,8 @@ class Session:
     @guarded
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, has_gradients: bool) -> None:
         """A step; with a closure, the gradients come when that has run."""
-        self._give_way()
+        if self.own is not None:
+            self._give_way()
         if self.flight is not None:
             self.flight.note(self.step, UPDATE)
         if self.taping is not None:
@@ -412,11 +413,11 @@ class Session:
 
     def _give_way(self) -> None:
         """An optimizer steps that was made before anybody watched: nothing was updated by hand."""
-        if self.own is not None:
-            self.own.give_way()
-            self.parameters.forget(self.own.stand_in)
-            self._updates.forget()
-            self.own = None
+        assert self.own is not None
+        self.own.give_way()
+        self.parameters.forget(self.own.stand_in)
+        self._updates.forget()
+        self.own = None
 
     def close_step(self) -> None:
         step, number = self.current, self.step
@@ -467,7 +468,7 @@ class Session:
         if self.taping is not None:
             self.own_seconds += self.taping.calls.take_seconds()
         self.pace.pay(self.step, self.current.depth, self.own_seconds)
-        self.unseen = self._must_pass_over()
+        self.unseen = self.pace.strict and self._must_pass_over()
         self._open_step()
 
     def _open_step(self) -> None:
@@ -503,7 +504,7 @@ class Session:
             self.pace.passed_over += 1
             if self.returns is not None:  # what is written around such a step is not known
                 self.returns.left.clear()
-            self.unseen = self._must_pass_over()
+            self.unseen = self.pace.strict and self._must_pass_over()
             if not self.unseen:
                 self._open_step()
 
@@ -531,8 +532,8 @@ class Session:
     def _row_written(self, row: dict[str, Any]) -> None:
         if "loss" in row:
             self.losses.append(row["loss"])
-        broken = [key for key in ("loss", "grad_norm") if not math.isfinite(row.get(key, 0.0))]
-        if broken and self.pace.nonfinite_step is None and not row.get("skipped"):
+        finite = math.isfinite(row.get("loss", 0.0)) and math.isfinite(row.get("grad_norm", 0.0))
+        if not finite and self.pace.nonfinite_step is None and not row.get("skipped"):
             self._saw_nonfinite()
         if self.taping is not None:
             self.taping.row_written(row)

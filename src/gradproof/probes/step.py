@@ -52,7 +52,8 @@ class OpenStep:
 
     def close(self, **where: float) -> None:
         """The row is whole but for the numbers that are still on their way."""
-        self._add_up_losses()
+        if self._far_losses:
+            self._add_up_losses()
         order = "".join(self.order)
         self.row.update(where, backwards=order.count("b"), order=order, depth=self.depth)
 

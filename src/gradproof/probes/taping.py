@@ -126,7 +126,7 @@ class Taping:
         self._step = step
         self._room.tend()
         landmark = step if self._overdue is None else self._overdue
-        if self.broken or self.refused or _recording or self._room.busy or not self._affords(landmark):
+        if not self._affords(landmark) or self.broken or self.refused or _recording or self._room.busy:
             return
         with unseen_by_modes():
             names = self._session.names.parameters
@@ -293,10 +293,13 @@ class Taping:
     def _affords(self, step: int) -> bool:
         if self.only is not None:
             return step == self.only
+        ordinary = not self.trouble and not self._is_landmark(step)
+        if ordinary and (self.taped >= MOST_IN_A_ROW or not self._has_allowance()):
+            return False  # as most steps are: nothing more is asked of them
         if not self.shelf.has_room or (step in PLAIN_STEPS and not self.trouble):
             return False
-        if not self._is_landmark(step) and not self.trouble:
-            return self._has_allowance() and self.taped < MOST_IN_A_ROW and not self._weighs_much()
+        if ordinary:
+            return not self._weighs_much()
         if step == FIRST_LANDMARK and self._allowance:
             return True
         if step == SECOND_LANDMARK and self._allowance and self.spent + self._cost < TWO_LANDMARKS:
@@ -337,7 +340,7 @@ class Taping:
             if value is None:
                 continue
             recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
-            usual = statistics.median_high(recent) if len(recent) >= 5 else math.inf
+            usual = sorted(recent)[len(recent) // 2] if len(recent) >= 5 else math.inf
             self.trouble |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
             if math.isfinite(value):
                 recent.append(value)
@@ -355,7 +358,8 @@ class Taping:
     def listen(self, step: int, seen: bool) -> None:
         """Calls are kept where a bad step shows before its update: on a CPU, and at the one step that was asked for."""
         if not seen:
-            self.calls.detach()
+            if self.calls.listens:
+                self.calls.detach()
             return
         models = list(self._session.names.roots.values())
         if len(models) != len(self._on_cpu):
@@ -399,7 +403,7 @@ class Taping:
 
 def seconds_of_training() -> float:
     """What a training that has the machine to itself waits for: on a GPU the wall clock, else its own thread's time."""
-    return time.perf_counter() if torch.cuda.is_initialized() else time.thread_time()
+    return time.perf_counter() if torch.cuda._initialized else time.thread_time()
 
 
 def describe(again: Again) -> dict[str, str]:

@@ -86,7 +86,7 @@ class UpdateProbe:
     def after(self, step: OpenStep, optimizer: torch.optim.Optimizer) -> None:
         """The weights are the new ones: what has become of them, and of Adam's m and v."""
         facts = self._parameters.of_optimizer(optimizer)
-        self._parameters.stepped(optimizer)
+        self._parameters.stepped(facts["steps"])
         named = self._copied.pop(optimizer, {})
         _note_rate(step, optimizer, facts)
         if not named:

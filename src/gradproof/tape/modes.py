@@ -53,15 +53,8 @@ def _take_out(mode: TorchDispatchMode) -> None:
 
 def without_trace(function: Callable, *args: Any) -> Any:
     """A call that no mode sees and autograd does not follow."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        with _without_modes():
-            return without_gradient(function, *args)
-    outer = torch.is_grad_enabled()  # as below: some calls a step, each of which is paid for
-    try:
-        torch._C._set_grad_enabled(False)
-        return function(*args)
-    finally:
-        torch._C._set_grad_enabled(outer)
+    with unseen_by_modes():
+        return without_gradient(function, *args)
 
 
 def without_gradient(function: Callable, *args: Any) -> Any:
