@@ -876,6 +876,9 @@ def test_overshooting_is_worth_a_warning_where_the_loss_has_leapt(written):
         Written(calm.path.parent / "leapt", loss=leapt).event("verdict", **facts).read()
     ).causes
     assert (found.family, found.level) == ("lr-too-high", "warning")
+    facts["numbers"] = {"rise": 0.2, "steps": 1}  # the only tape, of a training's second step
+    once = Written(calm.path.parent / "once", loss=leapt).event("verdict", **facts).read()
+    assert not diagnose(once).causes
 
 
 @pytest.mark.parametrize("last, level", [(0.35, "note"), (0.65, "warning"), (1.3, "problem")])

@@ -199,7 +199,8 @@ def finding_of_verdict(verdict: dict[str, Any], troubled: bool) -> Finding:
 
 def as_grave_as_leaps(finding: Finding, run: Run) -> Finding:
     """Steps that overshoot by much are worth a warning where the loss has leapt above its start, and are the problem
-    where it has leapt far."""
+    where it has leapt far. A single one, at the start of a training that no other tape was made of, is neither rare
+    nor lasting."""
     if (
         finding.id != "lr-too-high/overshoot"
         or finding.level != "note"
@@ -207,7 +208,8 @@ def as_grave_as_leaps(finding: Finding, run: Run) -> Finding:
     ):
         return finding
     leap = largest_leap(run)
-    return replace(finding, level="problem" if leap > 10 else "warning" if leap > 1.3 else "note")
+    several = finding.numbers.get("steps", 2) > 1
+    return replace(finding, level="problem" if leap > 10 else "warning" if leap > 1.3 and several else "note")
 
 
 def as_grave_as_the_way_back(finding: Finding, run: Run) -> Finding:

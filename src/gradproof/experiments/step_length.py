@@ -87,7 +87,11 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         lines = [f"{len(over)} of {len(probes)} taped steps overshoot", *(str(p) for p in over[-2:])]
         lines += say_what_is_summed(evidence)
         rise = sorted(p.losses[1.0] / p.start - 1 for p in over)[len(over) // 2]
-        numbers = {"lr_factor": min(share, 0.5), "rise": rise if math.isfinite(rise) else 1e9}
+        numbers = {
+            "lr_factor": min(share, 0.5),
+            "rise": rise if math.isfinite(rise) else 1e9,
+            "steps": len(over),
+        }
         yield confirmed(
             "lr-too-high/overshoot",
             *lines,
