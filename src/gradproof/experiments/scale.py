@@ -207,7 +207,7 @@ def that_hardly_vary(evidence: Evidence) -> Iterator[Verdict]:
         return
     op, slot, value = found
     share, left = share_that_varies(value.double())
-    if not math.isfinite(share):  # a NaN is no matter of scale
+    if not math.isfinite(left):  # a NaN is no matter of scale
         return
     if left == 0 or share >= HARDLY:  # all the same: nothing is meant to be in it
         if share >= 0.2:
