@@ -74,6 +74,26 @@ def test_parameter_that_was_bad_before_the_step():
     assert "after.qkv.weight" in bad.why
 
 
+@pytest.mark.parametrize(
+    "origin", [tape_nans.LogZero, tape_nans.ZeroOverZero, tape_nans.AllMasked], ids=lambda c: c.__name__
+)
+def test_what_has_spoiled_the_weights_is_named_where_it_happens_again(origin):
+    model, batch = tape_nans.build(origin)
+    with torch.no_grad():
+        model.after.qkv.weight.fill_(math.nan)
+    bad = find_first_bad_operation(taped(model, batch)[0])
+    assert (bad.kind, bad.operator, bad.module) == ("operation", tape_nans.OPERATORS[origin], "bad")
+    assert bad.line.number == tape_nans.marked_line(origin)[1] and "after.qkv.weight" in bad.notes[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_spoiled_weights_make_everything_behind_them_bad_and_nothing_else_is_named(value):
+    model, batch = tape_nans.build(nn.Identity)
+    with torch.no_grad():
+        model.after.qkv.weight.fill_(value)
+    assert find_first_bad_operation(taped(model, batch)[0]).kind == "parameter"
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_adam_without_epsilon_is_found_in_the_optimizer_step(foreach):
     torch.manual_seed(0)

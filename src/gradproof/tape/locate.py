@@ -7,7 +7,7 @@ print(bad)  # operator, module, source line, the operands that did it, the chain
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,6 +100,13 @@ def find_first_bad_operation(tape: Tape) -> FirstBad | None:
     if found is None:
         return None
     bad, chain, reaches = found
+    if bad.operation < 0 and tape.slots[bad.slot].kind == "parameter":
+        born_here = _first(tape, trace, in_operations=True)
+        if born_here is not None:  # of finite operands: what has spoiled the weights happens again
+            again = _operation(tape, *born_here)
+            return replace(
+                again, notes=(f"{tape.slots[bad.slot]} was not finite before, either", *again.notes)
+            )
     if bad.kind == "fresh":
         genuine = _first(tape, follow(tape, fresh=0.0))
         if genuine is not None:
@@ -124,13 +131,16 @@ def find_never_written(tape: Tape) -> NeverWritten | None:
     return NeverWritten(described.operator, described.module, described.line, described.why)
 
 
-def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
+def _first(tape: Tape, trace: Trace, in_operations: bool = False) -> tuple[Bad, list[Bad], str] | None:
+    """What was bad first, of all that reaches what counts; or what an operation made first, of finite values."""
     groups = [[("the loss", bad) for bad in trace.loss], trace.outputs, trace.gradients, trace.parameters]
     words = ("{}", "{}", "the gradient of {}", "{} after the optimizer's step")
     for targets, word in zip(groups, words, strict=True):
         if not targets:
             continue
         births = origins([bad for _, bad in targets])
+        if in_operations:
+            births = {index: found for index, found in births.items() if _made_of_finite(trace, found[0])}
         if not births:
             continue
         index = min(births, key=lambda i: (i if i >= 0 else -1, i))
@@ -138,6 +148,14 @@ def _first(tape: Tape, trace: Trace) -> tuple[Bad, list[Bad], str] | None:
         names = [name for name, target in targets if target is chain[-1]] or [targets[0][0]]
         return bad, chain, word.format(names[0])
     return None
+
+
+def _made_of_finite(trace: Trace, bad: Bad) -> bool:
+    """Whether an operation made it of values that are finite, or infinite on purpose."""
+    if bad.operation < 0 or bad.kind != "born":
+        return False
+    read = [trace.by_slot.get(slot) for slot in trace.tape.operations[bad.operation].reads]
+    return all(other is None or other is bad or other.kind == "meant" for other in read)
 
 
 def _operation(tape: Tape, bad: Bad, chain: list[Bad], reaches: str) -> FirstBad:
