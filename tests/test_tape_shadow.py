@@ -11,6 +11,7 @@ from tape_faults import WRONG
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gradproof.tape import shadow as shadow_module
 from gradproof.tape.record import record
 from gradproof.tape.shadow import shadow
 
@@ -337,3 +338,19 @@ def test_a_codebook_passed_straight_through_is_meant():
         NearestCode.apply(model(x), codes).square().mean().backward()
     answer = shadow(tape)
     assert not answer.culprits and "straight-through" in answer.surrogates[0].surrogate
+
+
+@pytest.mark.parametrize("wrong", [None, tape_faults.LinearTransposed])
+def test_where_a_gpu_has_no_room_for_float64_half_precision_is_compared_with_float32(wrong, monkeypatch):
+    real = shadow_module.differentiate
+
+    def without_room(tape, dtype=None):
+        if dtype == torch.float64:
+            raise torch.OutOfMemoryError("no room")
+        return real(tape, dtype)
+
+    monkeypatch.setattr(shadow_module, "differentiate", without_room)
+    answer = shadow_of("linear" if wrong else None, wrong, "bfloat16")
+    assert answer.right == (wrong is None) and "float32" in answer.notes[0]
+    with pytest.raises(torch.OutOfMemoryError):  # nothing to compare a step in float32 with
+        shadow_of()

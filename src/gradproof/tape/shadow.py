@@ -146,7 +146,7 @@ def shadow(tape: Tape) -> Shadow:
     never = find_never_written(tape) if real.exact.departs_at is not None or tape.never_written else None
     if never is not None:
         real = _replay_real_step(tape, 0.0, scaled)
-    truth = differentiate(tape, torch.float64)
+    truth, narrow = _true_gradients(tape)
     scale = _loss_scale(scaled, real.exact)
     parameters = _judge_parameters(tape, real.gradients, truth, {}, scale)
     if not all(p.verdict == "no gradient" or (p.right and p.error <= FINE) for p in parameters.values()):
@@ -182,10 +182,23 @@ def shadow(tape: Tape) -> Shadow:
         tuple(real.auditor.audits),
         tuple(find_cuts(tape, missing)),
         tuple(judge_accumulation(tape, real.gradients, real.final)),
-        tuple(_notes(tape, real.exact, truth, real.auditor.notes)),
+        (*narrow, *_notes(tape, real.exact, truth, real.auditor.notes)),
         nodes,
         real.exact.departs_at if never is None else None,
     )
+
+
+def _true_gradients(tape: Tape) -> tuple[Replay, list[str]]:
+    """In float64; where a GPU has no room for that and the step was taken in half precision, in float32, with a note."""
+    try:
+        return differentiate(tape, torch.float64), []
+    except torch.OutOfMemoryError:
+        if _coarsest(tape) <= torch.finfo(torch.float32).eps:
+            raise
+    torch.cuda.empty_cache()
+    return differentiate(tape, torch.float32), [
+        "there is no room for float64 on the GPU: compared with float32"
+    ]
 
 
 def _never_written(never: Any) -> Culprit:
