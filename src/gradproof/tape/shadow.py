@@ -189,7 +189,7 @@ def shadow(tape: Tape) -> Shadow:
 
 
 def _true_gradients(tape: Tape) -> tuple[Replay, list[str]]:
-    """In float64; where a GPU has no room for that and the step was taken in half precision, in float32, with a note."""
+    """In float64; where a GPU has no room for that and the step is one in half precision, in float32, with a note."""
     try:
         return differentiate(tape, torch.float64), []
     except torch.OutOfMemoryError:
