@@ -236,6 +236,9 @@ def test_a_spike_is_noted_with_its_step(written):
     assert seen(run) == {"loss_spike": "note"} and next(symptoms.loss_spike(run)).step == 40
     spiky = Written(run.path.with_name("calm"), loss=np.random.default_rng(2).lognormal(0, 0.3, 60))
     assert list(symptoms.loss_spike(spiky.read())) == []
+    policy = Written(run.path.with_name("policy"), loss=loss)
+    policy.writer.set_info(facts={"policy_loss": True})
+    assert list(symptoms.loss_spike(policy.read())) == []
 
 
 # gradients -------------------------------------------------------------------------------------------------

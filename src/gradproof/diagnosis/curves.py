@@ -134,8 +134,8 @@ def swings_back(values: np.ndarray) -> bool:
 
 
 def loss_spike(run: Run) -> Iterator[Symptom]:
-    """A jump far above what the last fifty steps showed."""
-    for track in tracks(run):
+    """A jump far above what the last fifty steps showed; a policy's loss jumps with what was seen last."""
+    for track in () if facts(run, "policy_loss") else tracks(run):
         found = spikes(track.loss, track.steps)
         if found:
             step, value, usual = max(found, key=lambda spike: spike[1] / (abs(spike[2]) + 1e-12))
