@@ -112,6 +112,30 @@ def test_a_window_that_holds_its_target():
     assert not confirmed_ids(do_targets_belong_to_inputs, step(12))
 
 
+def test_a_window_that_holds_all_of_what_is_ahead():
+    series, model = torch.randn(300), nn.Linear(24, 6)
+    starts = torch.randint(0, 250, (20,)).tolist()
+    x = torch.stack([series[s : s + 24] for s in starts])
+
+    def step(ahead):
+        y = torch.stack([series[s + ahead : s + ahead + 6] for s in starts])
+        return evidence_of(model, lambda: F.mse_loss(model(x), y))
+
+    assert confirmed_ids(do_targets_belong_to_inputs, step(18)) == [
+        "data-target-misaligned/target-in-the-input"
+    ]
+    assert not confirmed_ids(do_targets_belong_to_inputs, step(24))  # the next ones
+    assert not confirmed_ids(do_targets_belong_to_inputs, step(20))  # some of them
+
+
+def test_a_sample_that_is_asked_back_with_what_it_is_told_beside_it():
+    model, label = nn.Linear(15, 5), torch.eye(10)[torch.randint(0, 10, (200,))]
+    told = torch.cat([X, label], 1)
+    assert not confirmed_ids(
+        do_targets_belong_to_inputs, evidence_of(model, lambda: F.mse_loss(model(told), X))
+    )
+
+
 def test_an_autoencoder_has_its_input_as_target():
     model = nn.Linear(5, 5)
     assert not confirmed_ids(do_targets_belong_to_inputs, evidence_of(model, lambda: F.mse_loss(model(X), X)))

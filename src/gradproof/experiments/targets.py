@@ -21,6 +21,7 @@ FEWEST = 60  # of them, to compare neighbours
 COLUMNS = 256  # of a sample
 MOST_OPERATIONS = 60_000  # replayed for one step: one or two seconds
 WALKED = 8  # operations are walked over, to find what a comparison is made from, while one is replayed
+WINDOW = 4  # numbers of a series
 FEWEST_VIEWS = 8  # of a batch
 PAIRED = 0.9  # of the views: but for a few that augmentation has carried away
 BESIDE = (
@@ -151,7 +152,7 @@ def _verdict_on_rows(
 
 
 def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | None:
-    """A column of the input that equals the target in every sample."""
+    """A column of the input that equals the target in every sample, or a window of a series that is all of it."""
     if comparison.kind != "value":
         return None
     target = comparison.target
@@ -164,21 +165,36 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
         value = found.get(slot)
         if value is None or not value.is_floating_point() or value.dim() < 2:
             continue
-        if value.shape[0] != wanted.numel() or value.numel() < 2 * wanted.numel():
+        if wanted.numel() % value.shape[0] or value.numel() < 2 * wanted.numel():
             continue
         columns = value.reshape(value.shape[0], -1)
-        same = (columns == wanted.reshape(-1, 1).to(columns.dtype)).all(0).nonzero().flatten().tolist()
-        if same:
+        goals = wanted.reshape(value.shape[0], -1).to(columns.dtype)
+        if (first := same_columns(columns, goals)) is not None:
+            last = first + goals.shape[1] - 1
+            which = f"column {first}" if first == last else f"columns {first} to {last}"
             return confirmed(
                 f"{FAMILY}/target-in-the-input",
-                f"column {same[0]} of the {columns.shape[1]} inputs equals the target in all {len(columns)} samples: "
-                "the answer is given with the question",
+                f"{which} of the {columns.shape[1]} inputs equal{'s' if first == last else ''} the target in all "
+                f"{len(columns)} samples: the answer is given with the question",
                 where=flow.origin(target, comparison.operation.line),
                 fix="take the target from behind the window, or its column out of the inputs",
                 lasting=True,
                 confidence="proven",  # equal to the last bit
             )
     return None
+
+
+def same_columns(columns: Tensor, goals: Tensor) -> int | None:
+    """Where in a table another one stands, column by column; of several, only a window that others come before.
+
+    A sample that is asked back on purpose stands at the front, with what it is told beside it behind.
+    """
+    width = goals.shape[1]
+    if 1 < width < WINDOW:
+        return None
+    starts = (columns[:, : columns.shape[1] - width + 1] == goals[:, :1]).all(0).nonzero().flatten().tolist()
+    starts = [at for at in starts if at or width == 1]
+    return next((at for at in starts if torch.equal(columns[:, at : at + width], goals)), None)
 
 
 def are_pairs_of_one_sample(flow: Flow, comparison: Comparison) -> Verdict | None:
