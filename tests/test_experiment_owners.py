@@ -188,3 +188,34 @@ def test_who_trains_its_parts_in_turns_passes_over_nothing():
         return loss.detach()
 
     assert ids(examine(does_the_optimizer_hold_everything, model, optimizer, step, steps=13)) == set()
+
+
+class Adapted(nn.Module):
+    """A layer with a branch of low rank beside it, which begins at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 2, bias=False),
+            nn.Linear(2, 4, bias=False),
+        )
+        self.norm = nn.LayerNorm(4)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.norm(self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize(
+    "trained, said",
+    [("norm", {"param-not-updated/frozen"}), ("norm up down", set()), ("norm base up down", set())],
+)
+def test_a_branch_that_is_frozen_at_zero(trained, said):
+    model = Adapted()
+    nn.init.zeros_(model.base.bias)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.partition(".")[0] in trained.split()
+    found = verdicts(model, [p for p in model.parameters() if p.requires_grad])
+    assert ids(found) == said
+    assert not said or (found[0].where.startswith("up.weight") and found[0].confidence == "proven")

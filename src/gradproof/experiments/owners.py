@@ -34,7 +34,8 @@ TIMES = 2  # looks at a converted parameter: it has a gradient, and stays as it 
 def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
     """Parameters that get a gradient and stay as they are, and why; else those that are frozen as they were made."""
     yield from first_of(
-        look(evidence) for look in (plain_tensor, never_changed, passed_over, frozen_in_between)
+        look(evidence)
+        for look in (plain_tensor, never_changed, passed_over, frozen_at_zero, frozen_in_between)
     )
 
 
@@ -158,6 +159,25 @@ def not_trained(what: str, said: list[str], where: str, line: str, fix: str) -> 
     place = f"{where} ({line})" if line else where
     # proven: whose tensors they are
     return confirmed(f"{FAMILY}/{what}", *said, where=place, fix=fix, lasting=True, confidence="proven")
+
+
+def frozen_at_zero(evidence: Evidence) -> Verdict | None:
+    """Matrices that are zero and frozen, as adapters are made and nobody wants them to stay: what they make is zero."""
+    named, flow = named_parameters(evidence), evidence.flow
+    read = [evidence.slot(flow.behind(s, VIEWS)).name for op in flow.layers for s in op.reads]
+    frozen = {name: named[name] for name in read if name in named and not named[name].requires_grad}
+    zero = [n for n, p in frozen.items() if p.dim() >= 2 and not p.is_meta and not p.detach().count_nonzero()]
+    if not zero:
+        return None
+    line = next(iter(evidence.facts.lines.get("requires_grad_", ())), "")
+    return confirmed(
+        f"{FAMILY}/frozen",
+        f"{shown(zero)}: all zero, and frozen; whatever they are given, they make zero, and nothing can change that",
+        where=f"{zero[0]} ({line})" if line else zero[0],
+        fix=f"set requires_grad = True for {shown(zero)} before the optimizer is made, and give them to it",
+        lasting=True,
+        confidence="proven",  # every entry was looked at
+    )
 
 
 def frozen_in_between(evidence: Evidence) -> Verdict | None:
