@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from gradproof.examination import beside
 from gradproof.kernels import warm
 
 
@@ -27,10 +26,10 @@ def test_cold_is_a_gpu_without_a_sign(machine):
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_process_is_started_where_it_is_cold(has_gpu, machine, monkeypatch):
     started = []
-    monkeypatch.setattr(beside.subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(warm.subprocess, "Popen", lambda command, **_: started.append(command))
     if has_gpu:
         (machine / "nvidiactl").touch()
-    beside.warm_kernels()
+    warm.warm_up()
     assert started == ([[sys.executable, "-m", "gradproof.kernels.warm"]] if has_gpu else [])
 
 

@@ -41,7 +41,9 @@ def examine(args: argparse.Namespace) -> int:
     limit = parse_time(args.within) if args.within else None
     if args.beside is not None:
         from gradproof.examination.beside import examine_beside
+        from gradproof.kernels.warm import warm_up
 
+        warm_up()
         examine_beside(run, args.beside, limit)
         return 0
     open_run(run)  # says in one sentence what is wrong with it

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from gradproof import children
@@ -20,7 +17,6 @@ from gradproof.examination.process import WorkerProcess
 from gradproof.examination.pulse import Pulse
 from gradproof.examination.worker import stand_back
 from gradproof.experiments.table import Question
-from gradproof.kernels.warm import is_cold
 from gradproof.record.door import Damaged, read_json
 from gradproof.record.schema import INFO_FILE
 
@@ -40,7 +36,6 @@ class Stopped(BaseException):
 def examine_beside(run: Path, training: int, limit: float | None) -> None:
     """From the first specimen to the end of the training, and then for as long as was given."""
     stand_back()
-    warm_kernels()
 
     clock = Clock(run, training, limit)
 
@@ -79,20 +74,6 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
             left = len(examiner.jobs())
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
         examiner.end(None if clock.stopped else limit, left)
-
-
-def warm_kernels() -> None:
-    """What the training's first step would have to compile, if this machine has never done so."""
-    if is_cold():
-        with suppress(OSError):
-            subprocess.Popen(
-                [sys.executable, "-m", "gradproof.kernels.warm"],
-                env=children.environment(),
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
 
 
 class Clock:

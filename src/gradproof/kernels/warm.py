@@ -1,18 +1,36 @@
 """Compiles the kernels that measure a GPU's tensors before a training needs them.
 
 Triton compiles a kernel where it is first called and keeps it on disk. On a new machine that is four seconds of the
-first step. `python -m gradproof.kernels.warm`, started beside a training that still imports and loads its data, takes
-them there; `is_cold` says whether that is worth a process.
+first step. A process of low priority, started beside a training that still imports and loads its data, takes them.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from gradproof import children
+
 GPU = Path("/dev/nvidiactl")
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def warm_up() -> None:
+    """Where it is cold, compile in a process of its own."""
+    if is_cold():
+        with suppress(OSError):
+            subprocess.Popen(
+                [sys.executable, "-m", "gradproof.kernels.warm"],
+                env=children.environment(),
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
 
 def is_cold() -> bool:
@@ -52,4 +70,5 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
+    os.nice(19)
     compile_kernels()
