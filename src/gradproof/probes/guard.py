@@ -77,7 +77,8 @@ def guarded(method: Callable) -> Callable:
             session.fail(error)
             return None
         finally:
-            _follow(followed)
+            if _follows() != followed:  # else nothing is called: a mode of the script's would see it
+                _follow(followed)
             session.own_seconds += _clock() - start
             if session.afterwards:
                 _do_what_is_left(session)
