@@ -63,12 +63,13 @@ def guarded(method: Callable) -> Callable:
             return session.another_thread_trains()
         if session.unseen and event in STEP_EVENTS:
             return session.pass_over(event)
-        start, followed = _clock(), _follows()
+        start, followed, off = _clock(), _follows(), False
         try:
             # no part of a step that is taped, or that the script itself looks into
             if _dispatch_modes() or _function_modes():
                 return without_trace(method, session, *args)
-            _follow(False)  # inside: when it returns, a signal handler may raise
+            off = True
+            _follow(False)
             return method(session, *args)
         except Exception as error:
             if raised_by_signal(error):
@@ -77,7 +78,7 @@ def guarded(method: Callable) -> Callable:
             session.fail(error)
             return None
         finally:
-            if _follows() != followed:  # else nothing is called: a mode of the script's would see it
+            if off:  # and no call before it: behind each a signal handler may raise
                 _follow(followed)
             session.own_seconds += _clock() - start
             if session.afterwards:
