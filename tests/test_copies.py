@@ -145,6 +145,7 @@ def test_a_random_network_of_the_same_shape_is_no_copy(tmp_path):
     assert ID not in train(tmp_path, model, model, other, lambda _: None)
 
 
+@pytest.mark.slow
 def test_a_first_evaluation_before_training(tmp_path):
     model = net()
     average = copy.deepcopy(model).eval()

@@ -50,7 +50,12 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p)], ids=name_of)
+SHOWN = [p for p in PAGES if blocks_of(p)]
+
+
+@pytest.mark.parametrize(
+    "page", [SHOWN[0], *(pytest.param(p, marks=pytest.mark.slow) for p in SHOWN[1:])], ids=name_of
+)
 def test_what_a_page_shows_runs(page, reader):
     """In one directory, in the order of the page: a block may use what the ones before it made."""
     if any(block.language == "c" for block in blocks_of(page)) and not shutil.which("cc"):

@@ -271,6 +271,7 @@ def test_any_key_may_be_missing(sound):
             raise AssertionError(f"without {way}") from error
 
 
+@pytest.mark.slow
 def test_a_ruined_run_gives_an_answer_or_a_sentence(sound, tmp_path, monkeypatch):
     from gradproof.examination import process
 

@@ -126,6 +126,7 @@ def test_killed_and_resumed_it_ends_in_the_same_weights(text, tmp_path):
     assert final_bytes(tmp_path / "killed") == final_bytes(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends(text, tmp_path):
     run = tmp_path / "run"
     arguments = ["--data", text, "--steps", 100_000, "--evaluate-every", 50, *SMALL_ARGUMENTS]

@@ -247,6 +247,7 @@ def test_a_script_runs_only_where_it_is_allowed_and_can_be_cancelled(runs, tmp_p
     assert "cancelled" in started and cancelled.get("result", cancelled)["state"] == "cancelled"
 
 
+@pytest.mark.slow
 def test_a_script_is_checked_and_a_patch_is_tried(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "train.py").write_text(SICK)

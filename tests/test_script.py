@@ -170,6 +170,7 @@ def test_no_script_and_bad_options_are_explained(tmp_path):
     assert "share of the wall time" in gradproof("run", "--budget", "lots", name, cwd=tmp_path).stderr
 
 
+@pytest.mark.slow
 def test_json_and_exit_codes_for_ci(tmp_path):
     broken = TRAIN.replace("optimizer.zero_grad(); ", "")
     name = script(tmp_path / "train.py", broken, steps=20)
