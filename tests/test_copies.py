@@ -153,6 +153,7 @@ def test_a_first_evaluation_before_training(tmp_path):
     assert ID not in train(tmp_path, model, model, average, lambda _: mix(average, model), every=1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every, level", [(1, "warning"), (2, "problem")])
 def test_a_teacher_called_at_most_steps_may_be_meant_so(tmp_path, every, level):
     model = net()
@@ -161,6 +162,7 @@ def test_a_teacher_called_at_most_steps_may_be_meant_so(tmp_path, every, level):
     assert found[ID].level == level
 
 
+@pytest.mark.slow
 def test_a_teacher_with_its_buffers_is_not_named_at_any_rate(tmp_path):
     model = net()
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
@@ -186,6 +188,7 @@ def kept_in_a_dict(model, rebinds, names):
     return average, after_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rebinds, whole", [(True, False), (False, False), (True, True)])
 def test_an_average_kept_in_a_dict_and_evaluated_once(tmp_path, rebinds, whole):
     model, evaluated = net(), net().eval()

@@ -68,6 +68,7 @@ def test_argv_cwd_main_and_imports_are_as_in_python(tmp_path):
     assert plain.stdout and plain.stdout == watched.stdout, watched.stderr
 
 
+@pytest.mark.slow
 def test_modules_run_with_m(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
@@ -189,6 +190,7 @@ def test_json_and_exit_codes_for_ci(tmp_path):
     assert gradproof("diagnose", "well", "--fail-on", "warning", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.slow
 def test_diagnose_needs_no_torch(tmp_path):
     name = script(tmp_path / "train.py", TRAIN)
     gradproof("run", "--out", "run", name, cwd=tmp_path)
