@@ -251,3 +251,17 @@ def test_what_finds_no_room_on_a_gpu_is_asked_later_or_said_not_to_be(tmp_path):
     asks.end(None, asks.ask_all())
     said = [e for e in open_run(tmp_path / "run").events if e.get("question") == "do_targets_line_up"]
     assert said and {(e["outcome"], e["reason"]) for e in said} == {("not asked", "the GPU has 1 GB free")}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_memory_that_ran_out_beside_a_training_is_asked_for_again_and_else_it_has_failed(trains, tmp_path):
+    examine(tmp_path / "run", lambda: regression(steps=4), questions=("where_was_it_born",))
+    worker = Crowded()
+    worker.ask = lambda limit, what, **request: {"error": "OutOfMemoryError: no room", "seconds": 0.0}
+    asks = examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",))
+    asks.share = 0.25 if trains else asks.share
+    assert asks.ask_all() == 0
+    asked = [e for e in open_run(tmp_path / "run").events if e.get("question") == "do_shapes_meet"]
+    assert {e["outcome"] for e in asked} == (set() if trains else {"failed"})
+    asks.ask_again_what_had_to_wait()
+    assert bool(asks.jobs()) == trains

@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 
 from gradproof import children
-from gradproof.examination.examiner import Examiner, Locked, read_shelf
+from gradproof.examination.examiner import ALL, Examiner, Locked, read_shelf
 from gradproof.examination.process import WorkerProcess
 from gradproof.examination.pulse import Pulse
 from gradproof.examination.worker import stand_back
-from gradproof.experiments.table import Question
+from gradproof.experiments.table import COSTS, Question
 from gradproof.record.door import Damaged, read_json
 from gradproof.record.schema import INFO_FILE
 
 GPU_SHARE = 0.01  # of its time that a training may lose
-GPU_MEMORY, AFTERWARDS = 0.25, 0.9  # of what is free there, meanwhile and after it
+GPU_MEMORY = 0.25  # of what is free there, meanwhile
 GPU_CREDIT = 1.0  # seconds that it may lose at once
-USUAL = {"read": 0.5, "replay": 1.0, "differentiate": 5.0, "train": 5.0}  # seconds of a question, by its cost
+USUAL = dict(zip(COSTS, (0.5, 1.0, 5.0, 5.0), strict=True))  # seconds of a question, by its cost
 GPU_REST = 0.1  # of the time that an answer took: steps that nothing disturbs, to compare with
 MOST_LANES = 4  # workers at a time
 EVERY = 0.2  # seconds between two looks for new specimens
@@ -57,8 +57,8 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
                 shelf = read_shelf(run)
                 if shelf:
                     examiner.warm_up()
-                if ended and examiner.share < AFTERWARDS:
-                    examiner.share = AFTERWARDS
+                if ended and examiner.share < ALL:
+                    examiner.share = ALL
                     examiner.ask_again_what_had_to_wait()
                 examiner.threads = 1 if not ended else max(1, cores // lanes)
                 shared = not ended and any(shelved.device != "cpu" for shelved in shelf)

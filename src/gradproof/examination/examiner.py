@@ -31,6 +31,7 @@ from gradproof.tape.label import LABEL_FILE, LARGEST_LABEL, find_specimens
 SUSPICION_LASTS = 5.0  # seconds
 LARGE = 256 << 20  # bytes of a specimen
 LONGEST_ANSWER = 120.0  # seconds: a worker that takes longer hangs
+ALL = 0.9  # of a GPU's free memory, where nobody trains
 MOST_LOSSES = 3  # workers that one specimen may cost
 MOST_GAINS, MOST_SHADOWS = 64, 12  # steps that the page shows
 LOCK_FILE = "examination.lock"
@@ -119,7 +120,7 @@ class Examiner:
         self._known: set[int] = set()
         self._announced: set[str] = set()
         self._later: dict[tuple[str, int], str] = {}  # (question, step) -> why it had to wait
-        self.share = 0.9  # of a GPU's free memory, for all workers together
+        self.share = ALL  # of a GPU's free memory, for all workers together
         self._suspicion: list[str] = []
         self._suspected_at = -SUSPICION_LASTS
         self.on_progress: Callable[[dict[str, Any]], None] | None = None
@@ -272,8 +273,9 @@ class Examiner:
     def _note(self, job: Job, answer: dict[str, Any]) -> None:
         """What came of a question, into the run."""
         name, shelved = job.question.name, job.specimen
-        if "later" in answer:
-            self._later[(name, shelved.step)] = answer["later"]
+        crowded = self.share < ALL and str(answer.get("error")).startswith("OutOfMemoryError")
+        if "later" in answer or crowded:  # a training has the rest of the GPU
+            self._later[(name, shelved.step)] = answer.get("later") or answer["error"]
             return
         outcome, reason = self._hear(job.question, shelved.step, answer)
         self._asked[(name, shelved.step)] = outcome

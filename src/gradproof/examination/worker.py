@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 2  # specimens whose workings are kept at a time
-AFTERWARDS = 0.5  # a larger share of a GPU's free memory is all that there is
 TIMES_ITS_SIZE = 3  # what replaying takes at least
 KEPT_CACHE = 1 << 30  # bytes that PyTorch may keep for the next question
 
@@ -73,8 +72,6 @@ class Worker:
             self._memory.pop(question, None)
             if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
                 self._evidence.clear()
-                if type(error).__name__ == "OutOfMemoryError" and share < AFTERWARDS:
-                    answer = {"later": said}  # a training has the rest of the GPU
         give_back()
         answer["seconds"] = round(time.perf_counter() - began, 4)
         return answer

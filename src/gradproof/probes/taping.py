@@ -48,9 +48,7 @@ PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tap
 MOST_TROUBLED = 12  # steps that are taped because of trouble
 MOST_LOOKS = 3  # bad steps that are made again
 LARGE = 64 << 20  # bytes
-HURRIED = (
-    1 << 30
-)  # bytes that are copied into fresh pages where there is no time to make some: 0.7 s on an H200
+HURRIED = 1 << 30  # bytes that are copied into fresh pages where there is no time to make some: 0.7 s
 MOST_IN_A_ROW = 56  # steps, one after the other: who looks at every step has seen enough then
 HOST_SHARE = 0.4  # of the memory that the host could still give, for one specimen
 
