@@ -300,9 +300,8 @@ def schedule(run: Run) -> Iterator[Symptom]:
 def clip_of_infinity(run: Run) -> Iterator[Symptom]:
     """A clip of a gradient that was infinite: it multiplies by 1/Inf, and Inf times 0 is NaN in every weight."""
     before, after, loss = (run.steps[column] for column in ("norm_before_clip", "grad_norm", "loss"))
-    taken = (
-        np.nan_to_num(run.steps["skipped"]) == 0
-    )  # a GradScaler that has seen the Inf lets no weight change
+    # a GradScaler that has seen the Inf lets no weight change
+    taken = np.nan_to_num(run.steps["skipped"]) == 0
     hit = np.flatnonzero(
         np.isinf(before) & np.isnan(after) & run.seen["grad_norm"] & np.isfinite(loss) & taken
     )

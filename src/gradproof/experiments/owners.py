@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -163,10 +163,9 @@ def not_trained(what: str, said: list[str], where: str, line: str, fix: str) -> 
 
 def frozen_at_zero(evidence: Evidence) -> Verdict | None:
     """Matrices that are zero and frozen, as adapters are made and nobody wants them to stay: what they make is zero."""
-    named, flow = named_parameters(evidence), evidence.flow
-    read = [evidence.slot(flow.behind(s, VIEWS)).name for op in flow.layers for s in op.reads]
-    frozen = {name: named[name] for name in read if name in named and not named[name].requires_grad}
-    zero = [n for n, p in frozen.items() if p.dim() >= 2 and not p.is_meta and not p.detach().count_nonzero()]
+    named = named_parameters(evidence)
+    frozen = [name for name in matrices(evidence, named) if not named[name].requires_grad]
+    zero = [name for name in frozen if not named[name].is_meta and not named[name].detach().count_nonzero()]
     if not zero:
         return None
     line = next(iter(evidence.facts.lines.get("requires_grad_", ())), "")
@@ -186,16 +185,11 @@ def frozen_in_between(evidence: Evidence) -> Verdict | None:
     if any(load.get("fitting") for load in facts.loads) or facts.optimizer_states.get("in_files"):
         return None  # something was loaded: what is frozen may be what was learned before
     named, ids = named_parameters(evidence), set(map(id, held(evidence)))  # now or before
-    order: dict[str, bool] = {}  # matrices in the order of use -> trained
-    for op in evidence.flow.layers:
-        for slot in (evidence.flow.behind(s, VIEWS) for s in op.reads):
-            name = evidence.slot(slot).name
-            if name in named and named[name].dim() >= 2:
-                order.setdefault(name, named[name].requires_grad or id(named[name]) in ids)
-    names = list(order)
+    names = matrices(evidence, named)
+    trained = [named[name].requires_grad or id(named[name]) in ids for name in names]
     for place, name in enumerate(names):
-        between = any(order[n] for n in names[:place]) and any(order[n] for n in names[place + 1 :])
-        if not order[name] and between and not is_copy(evidence, named, name):
+        between = any(trained[:place]) and any(trained[place + 1 :])
+        if not trained[place] and between and not is_copy(evidence, named, name):
             line = next(iter(facts.lines.get("requires_grad_", ())), "")
             return confirmed(
                 f"{FAMILY}/frozen",
@@ -207,3 +201,10 @@ def frozen_in_between(evidence: Evidence) -> Verdict | None:
                 if_troubled=True,
             )
     return None
+
+
+def matrices(evidence: Evidence, named: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that layers read, in the order of use."""
+    flow = evidence.flow
+    read = [evidence.slot(flow.behind(slot, VIEWS)).name for op in flow.layers for slot in op.reads]
+    return [name for name in dict.fromkeys(read) if name in named and named[name].dim() >= 2]

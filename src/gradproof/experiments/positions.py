@@ -347,10 +347,9 @@ def filling_counts(evidence: Evidence) -> Verdict | None:
     """Ratings of 1 to 5 with 0 for none, measurements with -999 for none; one-hot rows and sparse signals are not."""
     weights = {slot.index for slot in evidence.tape.parameters}
     for comparison in evidence.flow.comparisons:
+        # what a network has a part in was not measured: a return of 1 at a goal
         made = not weights.isdisjoint(evidence.flow.ancestors(comparison.target))
-        if (
-            comparison.kind != "value" or made
-        ):  # what a network has a part in was not measured: a return of 1 at a goal
+        if comparison.kind != "value" or made:
             continue
         mask, times = find_idle_mask(evidence, comparison)
         target = evidence.flow.values([comparison.target]).get(comparison.target)

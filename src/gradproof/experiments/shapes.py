@@ -230,9 +230,8 @@ def scrambles(before: Shape, after: Shape) -> bool:
     parts, whole = sorted((before, after), key=len, reverse=True)
     if len(parts) - len(whole) > 1 or len(parts) > MOST_AXES or len(whole) < 2 or whole in _joined(parts):
         return False
-    if (
-        len(parts) > len(whole) and parts[0] != whole[0]
-    ):  # samples and places as one axis: of classes, asked elsewhere
+    if len(parts) > len(whole) and parts[0] != whole[0]:
+        # samples and places as one axis are asked of classes; here, of layers and samples
         return len(parts) == 3 and whole == (parts[1], parts[0] * parts[2])
     return any(whole in _joined(order) for order in permutations(parts) if order != parts)
 
