@@ -171,13 +171,13 @@ def test_the_last_verdict_of_an_experiment_counts_unless_an_earlier_one_is_lasti
     examine(tmp_path / "run", lambda: regression(steps=8))
     found = write_verdicts(
         tmp_path / "run",
-        ("a", confirmed("lr-too-high/x", "seen", confidence="proven")),
+        ("a", confirmed("lr-too-high/x", "seen", confidence="proven", lasting=False)),
         ("a", excluded("lr-too-high", "no longer")),
     )
     assert not found.causes and found.excluded[0].reason == "no longer"
     found = write_verdicts(
         tmp_path / "run",
-        ("a", confirmed("lr-too-high/x", "seen", confidence="proven", lasting=True)),
+        ("a", confirmed("lr-too-high/x", "seen", confidence="proven")),
         ("a", excluded("lr-too-high", "no longer")),
     )
     assert found.causes[0].id == "lr-too-high/x"

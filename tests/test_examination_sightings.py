@@ -11,8 +11,8 @@ from gradproof.experiments.evidence import confirmed, excluded, undecided
 from gradproof.record.schema import json_line
 
 QUESTION = "are_units_all_the_same"
-SEEN = confirmed("bad-init/symmetric", "equal", where="fc", confidence="proven", lasting=True)
-ELSEWHERE = confirmed("bad-init/symmetric", "equal", where="head", confidence="proven", lasting=True)
+SEEN = confirmed("bad-init/symmetric", "equal", where="fc", confidence="proven")
+ELSEWHERE = confirmed("bad-init/symmetric", "equal", where="head", confidence="proven")
 NOT = excluded("bad-init/symmetric", "they differ")
 
 
@@ -83,7 +83,7 @@ def test_silence_and_doubt_between_do_not(tmp_path):
 
 
 def test_a_later_step_that_cannot_tell_takes_nothing_back(tmp_path):
-    found = confirmed("axis-or-shape-error/over-the-batch", "seen", confidence="likely")
+    found = confirmed("axis-or-shape-error/over-the-batch", "seen", confidence="likely", lasting=False)
     answers = [found], [undecided("axis-or-shape-error", "not finite")]
     asked, verdicts = examine(tmp_path, *answers, question="do_shapes_meet")
     assert [outcome for outcome, _ in asked] == ["confirmed", "undecided"] and verdicts == ["confirmed"]
@@ -112,7 +112,9 @@ def test_an_exclusion_before_the_cut_is_remembered(tmp_path):
 
 
 def test_one_step_is_enough_for_other_questions(tmp_path):
-    found = confirmed("axis-or-shape-error/broadcast-into-the-loss", "seen", confidence="proven")
+    found = confirmed(
+        "axis-or-shape-error/broadcast-into-the-loss", "seen", confidence="proven", lasting=False
+    )
     asked, _ = examine(tmp_path, [found], question="do_shapes_meet")
     assert asked == [("confirmed", "")]
 
@@ -132,7 +134,7 @@ def test_what_does_not_apply_is_written_and_not_asked_again(tmp_path):
 def test_one_step_may_show_several_causes(tmp_path):
     """Each is kept, also when one is said again; what a later step does not show any more is gone."""
     ids = [f"axis-or-shape-error/{what}" for what in ("view-for-transpose", "over-the-batch")]
-    one, two = (confirmed(id, "seen", where="fc", confidence="likely") for id in ids)
+    one, two = (confirmed(id, "seen", where="fc", confidence="likely", lasting=False) for id in ids)
     for answers, left in (([[one, two]], ids), ([[one], [one, two]], ids), ([[one, two], [two]], ids[1:])):
         run = tmp_path / str(len(list(tmp_path.iterdir())))
         run.mkdir()

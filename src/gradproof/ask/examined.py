@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradproof.ask.answer import Answer
+from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.errors import UserError
 from gradproof.experiments.table import Question
 
@@ -37,6 +38,7 @@ def answer_of(question: Question, said: dict[str, Any], steps: list[int]) -> Ans
         }
         for v in verdicts
     )
+    advice = first["fix"] or (BY_FAMILY[first["family"]].advice(first["id"]) if first["id"] else "")
     sure = {"confirmed": first["confidence"] or "likely", "excluded": "proven", "undecided": "undecided"}
     return Answer(
         question.name,
@@ -46,7 +48,7 @@ def answer_of(question: Question, said: dict[str, Any], steps: list[int]) -> Ans
         numbers={**looked, **first["numbers"]},
         rows=rows,
         not_looked_at=enough(question, steps),
-        ask_next=(first["fix"],) if first["fix"] else (),
+        ask_next=(advice,) if advice else (),
     )
 
 

@@ -54,8 +54,6 @@ def overwritten(evidence: Evidence) -> Verdict | None:
         f"{len(calls)} gradients are computed for a step, and only the last of them reaches the optimizer: .grad is "
         "assigned, not added to",
         where=place_of("", calls[0].line),
-        fix="p.grad = g if p.grad is None else p.grad + g",
-        lasting=True,
         confidence="proven",  # their results are read by nobody
     )
 
@@ -74,11 +72,8 @@ def walked_again(evidence: Evidence) -> Verdict | None:
         f"of the {len(times)} losses of the step the first counts {times[0]} times, the last {times[-1]}: on average "
         f"{sum(times) / len(times):.3g} times",
         where=place_of("", walks.again[0][1].line),
-        fix="call backward on the loss of each micro-batch alone, without retain_graph; keep the running sum with "
-        "loss.item() or loss.detach()",
         level="problem" if in_a_loop else "warning",
         confidence="proven" if in_a_loop else "likely",
-        lasting=True,
     )
 
 
@@ -131,4 +126,5 @@ def not_divided(evidence: Evidence) -> Verdict | None:
         fix=f"(loss / {len(calls)}).backward()",
         level="problem" if harmful else "warning",
         confidence="likely",
+        lasting=False,
     )

@@ -66,7 +66,6 @@ def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
             line,
             where=where,
             fix=fix,
-            lasting=True,
             confidence="proven" if name == "_softmax" else "likely",  # what softmax made, or what looks so
         )
         return
@@ -81,7 +80,6 @@ def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         line,
         where=where,
         fix=fix,
-        lasting=True,
         confidence="proven" if name in RAW else "likely",  # what a layer made, or what looks so
     )
 
@@ -111,7 +109,6 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             line,
             where=place,
             fix="give cross_entropy the raw scores: remove the softmax",
-            lasting=True,
             confidence="proven" if made else "likely",  # what softmax made, or what looks so
         )
     elif last is not None and last.name.rstrip("_") in ("sigmoid", "tanh", "hardtanh", "hardsigmoid"):
@@ -129,7 +126,6 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             fix=f"give cross_entropy the raw scores: remove the {last.name.rstrip('_')}",
             if_troubled=least < 0.1,
             confidence="proven" if least >= 0.1 else "likely",
-            lasting=True,
         )
     elif last is not None and last.name.rstrip("_") in ("relu", "threshold"):
         zero = float((values == 0).float().mean())
@@ -137,9 +133,9 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             f"{FAMILY}/relu-before-cross-entropy",
             f"a ReLU cuts the scores: {100 * zero:.0f} % of them are exactly 0 and get no gradient",
             where=_place(last, comparison),
-            fix="give cross_entropy the raw scores: remove the last ReLU",
             if_troubled=True,
             confidence="likely",
+            lasting=False,
         )
 
 
@@ -160,6 +156,7 @@ def of_picked(flow: Flow) -> Iterator[Verdict]:
                     fix="use log_softmax in place of softmax, or cross_entropy on the raw scores",
                     if_troubled=True,
                     confidence="likely",
+                    lasting=False,
                 )
                 return
             op = readers.get(op.makes[0])
@@ -173,11 +170,7 @@ def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         if size == 1:
             line = "softmax over a single output is 1 for every input: nothing can be learned"
             yield confirmed(
-                f"{FAMILY}/softmax-of-one",
-                line,
-                where=_place(last, comparison),
-                lasting=True,
-                confidence="proven",
+                f"{FAMILY}/softmax-of-one", line, where=_place(last, comparison), confidence="proven"
             )
             return
     if comparison.operation.name != "binary_cross_entropy_with_logits":
@@ -193,7 +186,6 @@ def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
             line,
             where=_place(last, comparison),
             fix=fix,
-            lasting=True,
             confidence="proven",  # two operations, one behind the other
         )
     elif last is not None and name in RANGES:
@@ -224,7 +216,6 @@ def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> It
         line,
         where=_place(last, comparison),
         fix=fix,
-        lasting=True,
         confidence="proven",  # by the range of the operation
     )
 
@@ -255,7 +246,6 @@ def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         line,
         where=_place(last, comparison),
         fix=fix,
-        lasting=True,
         confidence="proven",  # by the range of the operation
     )
 

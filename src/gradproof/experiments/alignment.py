@@ -47,9 +47,7 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             line,
             "each target is the token that its own prediction was made from: copying solves it",
             where=where,
-            fix="shift by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
             level="problem" if causal else "warning",  # an encoder may be asked to copy
-            lasting=True,
             numbers=numbers,
             confidence="proven" if causal else "likely",  # its token was changed, and its prediction followed
         )
@@ -59,8 +57,6 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             line,
             f"the targets are {min(exact)} positions ahead of the inputs: the token between is never predicted",
             where=where,
-            fix="shift once, either in the data or before the loss, so that targets are the next token",
-            lasting=True,
             numbers=numbers,
             confidence="likely",  # equal tokens, counted
         )
@@ -72,7 +68,6 @@ def verdict_on(grid: Grid, shares: dict[int, float]) -> Iterator[Verdict]:
             where=where,
             level="warning",
             confidence="likely",
-            lasting=True,
             numbers=numbers,
         )
 

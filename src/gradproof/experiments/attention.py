@@ -72,7 +72,6 @@ def is_the_softmax_over_what_is_summed(evidence: Evidence) -> Iterator[Verdict]:
                 f"but the product that follows sums over axis {summed}: no weights that add up to 1",
                 where=place_of(op.module, op.line),
                 fix=f"softmax(dim={summed})",
-                lasting=True,
                 confidence="proven",  # the axis that each was given
             )
             return
@@ -128,8 +127,6 @@ def is_padding_attended(evidence: Evidence) -> Iterator[Verdict]:
             "attention-mask-error/only-padding-attended",
             line,
             where=place_of(op.module, place.line),
-            fix="invert the mask: hide the padding, not the tokens",
-            lasting=True,
             confidence="likely",  # padding is what looks like padding
         )
     elif mass > SOME:
@@ -137,9 +134,9 @@ def is_padding_attended(evidence: Evidence) -> Iterator[Verdict]:
             "attention-mask-error/padding-attended",
             line,
             where=place_of(op.module, place.line),
-            fix="hide the padded keys: scores.masked_fill(is_padding[:, None, None, :], -inf)",
             level="warning",
             confidence="likely",
+            lasting=False,
         )
     else:
         yield excluded(
@@ -323,7 +320,6 @@ def judge_tiles(op: Operation, seen: Tensor, steps: int, masked: str, lies: str)
         f"{future} of {int(later.sum())} tokens of later steps are seen, {missed} of earlier steps are not",
         where=place_of(op.module, tiling_line(op.line) or op.line),
         fix=fix,
-        lasting=True,
         confidence="proven",  # a time step was changed
     )
 
@@ -388,9 +384,7 @@ def saturated(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict | No
         f"{100 * alone:.0f} % of the queries put all their weight on one key: scores have a standard deviation of "
         f"{spread:.3g}, the best is {gap:.3g} ahead of the next (e^{gap:.0f} to one)",
         where=place_of(op.module, op.line),
-        fix="divide the scores by the root of the head's size, and start query and key weights smaller",
         if_troubled=True,
-        lasting=True,
         confidence="likely",
     )
 
@@ -415,9 +409,7 @@ def sees_nothing(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict |
         f"{FAMILY}/all-masked-row",
         f"{100 * share:.0f} % of the queries have every key masked: with a finite mask they attend to all keys alike",
         where=place_of(op.module, op.line),
-        fix="let each query see at least itself, and check which value of the mask means: hidden",
         level="warning",
         confidence="likely",
         if_troubled=True,
-        lasting=True,
     )

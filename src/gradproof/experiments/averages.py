@@ -45,8 +45,6 @@ def average_of_itself(found: list[Follower]) -> Verdict | None:
         f"the average of {len(found)} weights (decay {found[0].keep:g}) is kept in the weights' own memory, so there "
         f"is none{changes}",
         where=place_of(operation.module, operation.line),
-        fix="copy the weights when the average is made: v.detach().clone(), or copy.deepcopy(model)",
-        lasting=True,
         confidence="proven",  # one memory is read and written
     )
 
@@ -102,8 +100,6 @@ def thrown_away(evidence: Evidence, averages: list[Follower]) -> Verdict | None:
         f"every step averages {len(found)} tensors with the weights (decay {found[0].keep:g}), and {TIMES + 1} "
         "taped steps find them unchanged to the last bit: the result is never written back",
         where=place_of(operation.module, operation.line),
-        fix="write the average back in place: target.lerp_(weight, 1 - decay), or target.copy_(...), under no_grad",
-        lasting=True,
         confidence="proven",  # the same to the last bit
     )
 
@@ -132,8 +128,8 @@ def wrong_size(evidence: Evidence, found: list[Follower]) -> Verdict | None:
         f"{said}: their factors add up to {sizes[number][2].keep + sizes[number][2].take:.3g}, which leads to "
         f"{limit:.2g} times",
         where=place_of(operation.module, operation.line),
-        fix="average = decay * average + (1 - decay) * weights",
         confidence="likely",
+        lasting=False,
     )
 
 
@@ -156,7 +152,6 @@ def came_untied(evidence: Evidence) -> Verdict | None:
                 fix=f"share the parameter itself: {output} = {table}, not its .data or a clone",
                 level="warning",
                 confidence="likely",
-                lasting=True,
             )
     return None
 

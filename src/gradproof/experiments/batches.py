@@ -218,8 +218,6 @@ def is_the_generator_seeded_anew(batches: list[Batch]) -> Verdict | None:
         f"{key.split()[0]} at {Path(draw.line.file).name}:{draw.line.number} drew the same numbers at each of "
         f"{len(recent)} taped steps (the last: {recent[-1].step})",
         where=place_of_data(_seeding_line(draw.line) or draw.line),
-        fix="seed once before training, not inside the loop",
-        lasting=True,
         confidence="proven",  # the same to the last bit
     )
 
@@ -245,10 +243,8 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
             f"{FAMILY}/same-batch",
             f"the same {size} samples at each of {len(batches)} taped steps, cut from data with {held} different ones",
             where=batches[-1].where,
-            fix="draw other rows at every step: a fresh permutation, or a DataLoader with shuffle=True",
             level="problem" if batches[-1].rows == "drawn" else "warning",  # a part may be all that is meant
             confidence="likely",
-            lasting=True,
         )
     pairs = [(a, b) for a, b in pairwise(batches) if b.step == a.step + 1]
     twice = [b.step for a, b in pairs if tuple(sorted(a.prints)) == tuple(sorted(b.prints))]
@@ -260,10 +256,8 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
             f"{FAMILY}/batches-repeated",
             f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
             where=batches[-1].where,
-            fix="give each worker its own seed and its own share of the data",
             level="warning",  # several steps on one batch may be meant
             confidence="likely",
-            lasting=True,
         )
     return None
 
@@ -277,8 +271,6 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
             f"{len(drawn)} samples were drawn in {len(batches)} taped steps, but only {distinct} different ones, "
             f"from data with {last.held}",
             where=last.where,
-            fix="draw from the whole range of the data",
-            lasting=True,
             confidence="likely",
         )
     if distinct >= 0.9 * len(drawn):
@@ -317,8 +309,6 @@ def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
         f"{again} samples came a second time in {len(known)} taped steps, {other} of them with another target than "
         "the first time",
         where=known[-1].where,
-        fix="sort, shuffle and pad inputs and targets together: one list of pairs, taken apart at the very end",
-        lasting=True,
         confidence="likely",  # targets that are drawn anew change, too
     )
 
@@ -345,22 +335,18 @@ def are_labels_mixed(batches: list[Batch]) -> Verdict | None:
             where=known[-1].where,
             if_troubled=True,
             confidence="likely",
+            lasting=False,
         )
     told = share_told(labels, steps)
     line = f"the batch tells {100 * told:.0f} % of a label's entropy ({len(known)} batches, {len(values)} classes)"
     if told > 0.5:
-        return confirmed(
-            f"{FAMILY}/sorted-by-class",
-            line,
-            where=known[-1].where,
-            fix="shuffle: DataLoader(..., shuffle=True), or a permutation of all rows before they are cut",
-            lasting=True,
-            confidence="likely",
-        )
+        return confirmed(f"{FAMILY}/sorted-by-class", line, where=known[-1].where, confidence="likely")
     if most > 0.95 and len(labels) >= 200:
         text = f"{100 * most:.1f} % of {len(labels)} labels are class {values[counts.argmax()]}"
         fix = "weight the rare classes in the loss, or sample them more often"
-        return confirmed(f"{FAMILY}/imbalance", text, fix=fix, level="warning", confidence="likely")
+        return confirmed(
+            f"{FAMILY}/imbalance", text, fix=fix, level="warning", confidence="likely", lasting=False
+        )
     return excluded(f"{FAMILY}/sorted-by-class", line) if told < 0.2 else None
 
 
@@ -377,9 +363,9 @@ def _do_inputs_come_in_order(batches: list[Batch]) -> Verdict | None:
         f"the inputs come in order: their mean goes from {means[0]:.4g} to {means[-1]:.4g} over {len(means)} batches, "
         f"within a batch they vary by {100 * inside / total:.1f} % of the whole variance",
         where=batches[-1].where,
-        fix="shuffle the rows before they are cut into batches",
         level="warning",
         confidence="likely",
+        lasting=False,
     )
 
 

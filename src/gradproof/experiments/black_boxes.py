@@ -58,19 +58,34 @@ def verdict_on(call: FunctionCall, fault: Fault) -> Verdict:
     where = place_of(call.module, call.line)
     lines = [fault.what, *([fault.evidence] if fault.evidence else [])]
     if fault.kind == "gradient":
-        return confirmed("wrong-gradient/backward", *lines, where=where, confidence="likely", fix=FIX)
+        return confirmed(
+            "wrong-gradient/backward", *lines, where=where, confidence="likely", fix=FIX, lasting=False
+        )
     if fault.kind == "memory":
         return confirmed(
-            "aliasing-or-inplace/never-written", *lines, where=where, confidence="proven", fix=FIX
+            "aliasing-or-inplace/never-written",
+            *lines,
+            where=where,
+            confidence="proven",
+            fix=FIX,
+            lasting=False,
         )
     if fault.kind in (
         "claim",
         "precision",
     ):  # a name may be meant otherwise: it is a problem where there is trouble
         return confirmed(
-            "wrong-gradient/kernel", *lines, where=where, confidence="likely", if_troubled=True, fix=FIX
+            "wrong-gradient/kernel",
+            *lines,
+            where=where,
+            confidence="likely",
+            if_troubled=True,
+            fix=FIX,
+            lasting=False,
         )
-    return confirmed("wrong-gradient/kernel", *lines, where=where, confidence="proven", fix=FIX)
+    return confirmed(
+        "wrong-gradient/kernel", *lines, where=where, confidence="proven", fix=FIX, lasting=False
+    )
 
 
 def examine(evidence: Evidence, call: FunctionCall) -> KernelCheck | str:

@@ -74,9 +74,7 @@ def sampled_without_gradient(evidence: Evidence) -> Iterator[Verdict]:
                 "a sample is drawn without gradient from a mean and deviation that are trained, and goes into a "
                 "trained layer: nothing that this layer learns reaches what the sample was drawn from",
                 where=place_of("", operation.line),
-                fix="draw with rsample() instead of sample()",
                 confidence="likely",  # the tape shows who reads the sample, not whether that was meant
-                lasting=True,
             )
             return
 
@@ -90,9 +88,7 @@ def rewrapped_loss(evidence: Evidence) -> Verdict | None:
                     "detached-graph/new-tensor",
                     "the loss is a new tensor without history: backward ends where it begins",
                     where=place_of("", call.line),
-                    fix="call backward on what the loss function returned, not on torch.tensor(loss.item())",
                     confidence="proven",  # the tensor that backward was called on has no node
-                    lasting=True,
                 )
     return None
 
@@ -144,7 +140,6 @@ def verdict_of(evidence: Evidence, cuts: list[Cut]) -> Verdict:
         *lines,
         where=place_of(first.module, first.line),
         confidence="proven" if reached else "likely",
-        lasting=True,
     )
 
 
@@ -199,7 +194,6 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
             f"{cut.how}, at {cut.line}",
             where=place_of(cut.module, cut.line),
             confidence="proven",  # the rows were moved, and the loss with them
-            lasting=True,
         )
         return
 
@@ -245,7 +239,6 @@ def cut_between_modules(evidence: Evidence) -> Iterator[Verdict]:
             where=place_of(at.module, at.line),
             level="warning",
             confidence="likely",
-            lasting=True,
         )
         return
 
@@ -351,9 +344,7 @@ def verdict_on_derivative(evidence: Evidence, call: BackwardCall, op: Operation,
         "the derivative of the network's output is taken without create_graph=True: it carries no gradient",
         f"{what} is made of it and is a constant to the optimizer ({op.name} at {op.line})",
         where=place_of("", call.line),
-        fix="torch.autograd.grad(..., create_graph=True)",
         confidence="proven" if alone else "likely",
-        lasting=True,
     )
 
 

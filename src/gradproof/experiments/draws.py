@@ -38,7 +38,6 @@ def is_all_of_the_range_drawn(evidence: Evidence) -> Iterator[Verdict]:
             f"the table is looked up at {place_of(lookup.module, lookup.line)}",
             where=place_of(draw.module, draw.line),
             fix=f"draw from all rows: torch.randint(0, {rows}, ({count},))",
-            lasting=True,
             confidence="likely",  # a table that looks like a schedule
         )
         return

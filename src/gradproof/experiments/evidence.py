@@ -30,7 +30,8 @@ class Verdict:
 
     What an experiment says of a family at a later step replaces what it said before, unless that was confirmed and
     `lasting`. `if_troubled` means: a problem only in a run that shows trouble (a loss that does not fall, NaN); a
-    note in one that trains well.
+    note in one that trains well. `fix` is said where the numbers of this step belong into it; otherwise the
+    catalogue of causes knows it.
     """
 
     verdict: str
@@ -50,13 +51,14 @@ class Verdict:
     )  # what a fix from outside or the page needs to know
 
 
-def confirmed(id: str, *evidence: str, confidence: str, **details: Any) -> Verdict:
+def confirmed(id: str, *evidence: str, confidence: str, lasting: bool = True, **details: Any) -> Verdict:
     """This is it. Proven: an intervention was replayed, float64 disagrees, or the tensors and calls themselves show it.
 
-    What a statistic, a share or a look at values and names suggests is likely, or only possible.
+    What a statistic, a share or a look at values and names suggests is likely, or only possible. It is lasting, unless
+    a later step may show that it was a passing thing.
     """
     family = id.partition("/")[0]
-    return Verdict(CONFIRMED, family, id, tuple(evidence), confidence=confidence, **details)
+    return Verdict(CONFIRMED, family, id, tuple(evidence), confidence=confidence, lasting=lasting, **details)
 
 
 def excluded(id: str, reason: str, **details: Any) -> Verdict:

@@ -65,6 +65,7 @@ def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:
         "optimizer its weight; freeze=True says that these numbers are wanted",
         level="problem" if sure else "warning",
         confidence="proven" if sure else "likely",
+        lasting=False,
     )
 
 
@@ -106,6 +107,7 @@ def frozen_last_layer(evidence: Evidence, name: str) -> Iterator[Verdict]:
         where=f"{name} ({line})" if line else name,
         fix=f"set requires_grad = True for {name}, or load the weights that are to stay",
         confidence="proven",
+        lasting=False,
     )
 
 

@@ -73,7 +73,6 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
             "each token is alone",
             where=place_of(where.module, where.line),
             confidence="likely",
-            lasting=True,
         )
 
 
@@ -91,7 +90,6 @@ def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor
             f"the change reaches earlier positions in {op.name}: it runs over the wrong axis",
             where=where,
             fix="transpose back before reshaping, or name the axis of the keys",
-            lasting=True,
             confidence="proven",  # the token was changed
         )
     only = float(change[position + 1 :].max()) <= UNHEARD * earlier if position + 1 < len(change) else False
@@ -101,7 +99,6 @@ def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor
         *([f"it passes to earlier positions in {op.name}"] if op is not None else []),
         where=where,
         fix="mask every position behind the query: torch.tril of ones, or is_causal=True",
-        lasting=True,
         confidence="proven",  # the token was changed
     )
 

@@ -62,7 +62,7 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
             line, why = call_to_blame(evidence, mismatch.parameter)
             where = f"{mismatch.parameter} ({line})" if line else mismatch.parameter
             # .grad against the sum of what backward brought: the same tensors
-            yield confirmed(id, str(mismatch), *why, where=where, confidence="proven")
+            yield confirmed(id, str(mismatch), *why, where=where, confidence="proven", lasting=False)
             break
     open_ = [p for p in found.parameters if p.verdict in ("wrong", "undecided")]
     if open_ and not found.accumulation:
@@ -95,9 +95,6 @@ def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
             f"{evidence.tape.operations[found.departs_at or 0].name} is the first to make something else; the loss was "
             f"{recorded:.4g}, and is {found.loss:.4g} with what was copied",
             where=where,
-            fix="test the memory and the links between the devices (NCCL_P2P_DISABLE=1 goes around them), and look for "
-            "code that writes to this memory past PyTorch",
-            lasting=True,  # a step that lost nothing does not bring back what another lost
             confidence="likely",
         )
 

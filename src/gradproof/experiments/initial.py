@@ -63,7 +63,6 @@ def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
         *([f"so are those of {', '.join(n for n, _, _ in twins[1:4])}"] if len(twins) > 1 else []),
         where=place_of_start(evidence, name),
         fix=f"initialise {name} at random, for example nn.init.xavier_uniform_; zeros only in a last layer",
-        lasting=True,
         confidence="proven",  # equal rows with equal gradients stay equal
     )
 
@@ -116,7 +115,6 @@ def weights_too_large(evidence: Evidence) -> Iterator[Verdict]:
         fix=f"initialise {name} with a standard deviation of about {std:.2g}, not {float(weight.detach().std()):.2g}",
         if_troubled=not far,
         confidence="likely" if far else "possible",
-        lasting=True,
     )
 
 
@@ -151,7 +149,6 @@ def sines_too_wide(evidence: Evidence) -> Verdict | None:
                 where=place_of(op.module, op.line),
                 fix=f"start the weights of the layer before it {size:.2g} times smaller (a SIREN: sqrt(6 / n) / omega)",
                 if_troubled=True,
-                lasting=True,
                 confidence="likely",
             )
     return None
@@ -256,7 +253,6 @@ def loss_above_guessing(evidence: Evidence) -> Iterator[Verdict]:
                 fix=f"make the last layer's weights {size:.2g} times smaller at the start",
                 if_troubled=True,
                 confidence="likely",
-                lasting=True,
             )
             return
 
@@ -317,7 +313,6 @@ def judge_scores(
         fix=fix,
         if_troubled=True,
         confidence="likely",
-        lasting=True,
         numbers={"guess": GUESS} if alone else {},
     )
 

@@ -63,10 +63,8 @@ def is_it_of_another_size(evidence: Evidence) -> Verdict | None:
                 f"the inputs of the training have a mean of {middle:.3g} and a deviation of {spread:.3g}, those of "
                 f"the validation {other_middle:.3g} and {other_spread:.3g}: they were prepared in another way",
                 where=line,
-                fix="prepare both alike, with the numbers (mean, deviation, divisor) of the training data",
                 level="problem" if not 1 / CLEAR < times < CLEAR else "warning",  # a harder test may be meant
                 confidence="likely",
-                lasting=True,
             )
     return None
 
@@ -99,10 +97,8 @@ def is_part_of_it_trained_on(evidence: Evidence) -> Iterator[Verdict]:
                 f"{100 * share:.0f} % of the {len(prints)} samples that are validated with are trained on, too "
                 f"(found among {len(np.unique(trained))} of the training)",
                 where=line,
-                fix="split once, before training, and keep the parts apart: one permutation, cut in two",
                 level="warning",
                 confidence="likely",
-                lasting=True,
             )
             return
         clean += len(prints) if share <= SOME else 0

@@ -91,6 +91,5 @@ def verdict_on(one: Fetched, other: Fetched) -> Verdict:
         where=one.line or None,
         fix="put both into one data set (TensorDataset(a, b), or a Dataset that returns a[i], b[i]) and read it with "
         "one DataLoader(shuffle=True)",
-        lasting=True,
         confidence="proven",  # the rows that each loader handed out
     )

@@ -61,6 +61,7 @@ def positive_as_logarithm(flow: Flow, exp: Operation) -> Verdict | None:
             fix=f"remove the {name}, or take what it puts out for the variance itself, and its log() for the logarithm",
             level="problem" if bound else "warning",
             confidence="likely",
+            lasting=False,
         )
     counts = flow.values([target]).get(target)
     below = float((counts < 1).double().mean()) if counts is not None else 0.0
@@ -74,7 +75,6 @@ def positive_as_logarithm(flow: Flow, exp: Operation) -> Verdict | None:
         fix=f"PoissonNLLLoss(log_input=False) for the rate that {name} puts out; or remove the {name}, and take exp() "
         "of the output for the rate",
         confidence="proven" if name == "exp" or below > 0.05 else "likely",
-        lasting=True,
     )
 
 
@@ -153,8 +153,6 @@ def logarithm_of_raw(flow: Flow, log: Operation) -> Verdict | None:
         f"the loss x - target * log(x) wants a rate above zero, but x is what a layer puts out as it is: "
         f"{100 * bad:.3g} % of the values are not above zero, and have no logarithm",
         where=place_of(log.module, log.line),
-        fix="PoissonNLLLoss(log_input=True), which takes the output for the logarithm of the rate; or a softplus",
-        lasting=True,
         confidence="proven",  # what a layer made goes into the logarithm
     )
 
@@ -220,7 +218,6 @@ def judge_log_probabilities(
             line,
             where=where,
             fix=fix,
-            lasting=True,
             confidence="proven" if made_by == "_softmax" else "likely",  # what softmax made, or what looks so
         )
     total = float(rows.exp().sum(axis).median())
@@ -233,7 +230,6 @@ def judge_log_probabilities(
             f"along another: their probabilities sum to {total:.3g} (median), not to 1",
             where=place_of(softmax.module, softmax.line),
             fix="take the log_softmax along the axis of the classes, as a rule dim=-1",
-            lasting=True,
             confidence="proven",  # they were summed
         )
     line = (
@@ -245,7 +241,6 @@ def judge_log_probabilities(
         line,
         where=where,
         fix=fix,
-        lasting=True,
         confidence="proven" if made_by in RAW else "likely",  # what a layer made, or what looks so
     )
 
@@ -274,6 +269,5 @@ def softmax_twice(flow: Flow, log_softmax: Operation) -> Verdict | None:
         f"{math.exp(-least):.3g} of {count} classes",
         where=place_of(first.module, first.line),
         fix="give the loss the raw scores: remove the softmax",
-        lasting=True,
         confidence="proven",  # two operations, one behind the other
     )

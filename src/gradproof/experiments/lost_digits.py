@@ -94,6 +94,7 @@ def lost_gradients(evidence: Evidence) -> Verdict | None:
         "the loss is scaled, but not enough" if evidence.tape.scaled else "the loss is not scaled",
         confidence="proven",  # against float64
         if_troubled=share < MUCH,
+        lasting=False,
     )
 
 
@@ -180,7 +181,6 @@ def rounded_numbers(evidence: Evidence, end: int, ranges: dict[int, Tensor], sai
                 said,
                 where=place_of(op.module, op.line),
                 confidence="proven",  # against float64
-                lasting=True,
             )
     return None
 
@@ -214,7 +214,6 @@ def phase_in_half(evidence: Evidence, wave: Operation, said: str) -> Verdict | N
         f"worth {float(spacing(torch.tensor(size), dtype)):.2g} there",
         f"in {name_of(dtype)} since {first.name} at {place_of(first.module, first.line)}",
         where=place_of(first.module, first.line),
-        lasting=True,
         confidence="proven",  # against float64
     )
 
@@ -244,7 +243,6 @@ def lost_in_the_batch(evidence: Evidence, waves: list[Operation]) -> Verdict | N
             f"{count} samples have the same numbers as another one; {100 * apart:.0f} % of the targets' variance is "
             "left among those",
             where=place_of_storing(evidence, slot),
-            lasting=True,
             confidence="likely",  # a share of a variance
         )
     return None
@@ -316,7 +314,6 @@ def made_of(what: str, made: str, found: Jumps, where: str | None) -> Verdict:
         f"{len(jumping)} of {len(found.share)} columns have little in common from one of these numbers to the next: "
         f"{100 * min(float(jumping.mean()), 1.0):.0f} % of their variance lie between them",
         where=where,
-        lasting=True,
         confidence="likely",  # a share of a variance
     )
 

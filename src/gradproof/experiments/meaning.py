@@ -54,6 +54,7 @@ def decay_leads(evidence: Evidence) -> Verdict | None:
         fix=f"use a weight decay of about {decay / (10 * share):.1g}, or AdamW, which keeps it apart",
         if_troubled=True,
         confidence="likely",
+        lasting=False,
     )
 
 
@@ -75,8 +76,8 @@ def shrinks(evidence: Evidence) -> Verdict | None:
         f"the optimizer takes {100 * share:.3g} % off the weights at every step ({len(found)} matrices): "
         f"half of what they have learned is gone after {0.69 / share:.0f} steps",
         where=place_of("", op.line) or line_of_optimizer(evidence) or None,
-        fix="decay by lr * weight_decay at a step, not by weight_decay alone; 0.01 to 0.1 is usual for AdamW",
         confidence="likely",  # the factor is certain, that it was not meant is not
+        lasting=False,
     )
 
 
@@ -106,4 +107,5 @@ def rates_swapped(evidence: Evidence) -> Verdict | None:
         level="warning",
         confidence="possible",
         if_troubled=after * FAR_APART > before,
+        lasting=False,
     )

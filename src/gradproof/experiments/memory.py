@@ -65,9 +65,7 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
                 "all hold what was written last",
                 f"put together at {operation.line}" + (f", last written at {written}" if rewritten else ""),
                 where=place_of(operation.module, given or written),
-                fix="keep a clone() of what changes later",
                 if_troubled=one_sample,
-                lasting=True,
                 confidence="likely" if one_sample else "proven",  # one memory
             )
     return None
@@ -133,7 +131,6 @@ def target_changed_with_input(evidence: Evidence) -> Verdict | None:
                     fix=f"use the operation without the underscore ({operation.name.rstrip('_')}), or clone() first",
                     level="warning",
                     confidence="likely",
-                    lasting=True,
                 )
     return None
 
@@ -188,7 +185,6 @@ def stacks_of_one_array(evidence: Evidence) -> Iterator[Verdict]:
             where=where_made(evidence, operation)
             or line_that_shares(operation.line)
             or place_of(operation.module, operation.line),
-            fix="keep a copy: torch.from_numpy(array.copy()), torch.tensor(array) or .clone()",
             level="problem" if proven else "note",
             confidence="proven" if proven else "possible",
             lasting=proven,
@@ -269,9 +265,7 @@ def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
             "the network puts out the same for both: telling them apart from others can be learned without learning "
             "what the augmentation is to teach",
             where=place_of("", place),
-            fix="let the augmentation make a new tensor: x = x + noise in place of x += noise, or x = x.clone() first",
             confidence="proven" if shared else "likely",
-            lasting=True,
         )
         return
 

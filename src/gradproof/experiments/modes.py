@@ -77,7 +77,6 @@ def verdict_of(evidence: Evidence, path: str, affected: list[tuple[str, nn.Modul
         "train-eval-mode-error/eval-left-on",
         *lines,
         where=f"{where} ({called}: eval())" if called else where,
-        lasting=True,
         confidence="proven",  # the mode that the modules were in
     )
 
@@ -102,7 +101,6 @@ def dropped_too_much(evidence: Evidence) -> Iterator[Verdict]:
                 fix=f"p is the share that is dropped: {1 - share:.2g} instead of {share:.2g}?",
                 level="problem" if share >= 0.9 else "warning",
                 confidence="likely",
-                lasting=True,
             )
             return
 

@@ -68,7 +68,6 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
             "lr-too-high/diverged",
             f"after {evidence.step} updates {grown}, and overflows",
             confidence="likely",
-            lasting=True,
         )
     bundle = keep_for_later(evidence, bad)
     if bundle:
@@ -100,7 +99,6 @@ def born_in_the_backward_before(evidence: Evidence) -> Verdict | None:
         where=next(iter(steep)) if len(steep) == 1 else None,
         fix=f"`gradproof run --until {before} SCRIPT` tapes that step and names the operation. Where it is a root or a "
         "norm, add a small constant inside: torch.sqrt(x + 1e-12)",
-        lasting=True,
         confidence="likely",  # the step itself was not seen
     )
 
@@ -134,7 +132,6 @@ def born_in_the_compiler(evidence: Evidence, what: str) -> Verdict:
         where=called[0] if called else None,
         fix='compile with backend="aot_eager": if the NaN goes, the generated code makes it; then keep parts of the '
         "model out with torch.compiler.disable until it goes",
-        lasting=True,
         confidence="proven",  # made again, both ways
     )
 
@@ -199,7 +196,6 @@ def verdict_of(bad: FirstBad) -> Verdict:
         f"{family}/{what}",
         *lines,
         where=place_of(bad.module, bad.line),
-        lasting=True,
         confidence="proven",  # the operation was replayed
     )
 

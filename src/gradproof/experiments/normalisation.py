@@ -73,9 +73,9 @@ def of_unbounded_factors(evidence: Evidence) -> Iterator[Verdict]:
                     f"a tensor is rescaled by its own size, by up to {largest:.3g} times: where it is nearly zero, "
                     "noise becomes signal and the gradient grows by the same factor",
                     where=place_of(op.module, op.line),
-                    fix="limit the factor: scale.clamp(max=10.0), or add 1e-2 or so to the size it is divided by",
                     if_troubled=True,
                     confidence="likely",
+                    lasting=False,
                 )
                 return
 
@@ -109,8 +109,6 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             "normalization-error/running-statistics-never-move",
             "BatchNorm has momentum 0: its running statistics stay at 0 and 1, and eval mode uses those",
             where=where,
-            fix="use momentum=0.1, the share of the new batch",
-            lasting=True,
             confidence="proven",  # what the operation was given
         )
     slow = judge_momentum(evidence, operation, momentum)
@@ -125,11 +123,8 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             "normalization-error/tiny-batch",
             f"BatchNorm takes mean and variance of {values} values a channel: what it puts out is mostly noise",
             where=where,
-            fix="use LayerNorm or GroupNorm, or more samples in each forward pass",
             if_troubled=values > 2,
-            lasting=True,
-            # of two values it makes +1 and -1, whatever they are
-            confidence="proven" if values <= 2 else "likely",
+            confidence="proven" if values <= 2 else "likely",  # of two it makes +1 and -1, whatever they are
         )
     if shape[0] == 1 and not is_instance_norm(evidence, operation):
         return confirmed(
@@ -137,10 +132,8 @@ def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None
             f"BatchNorm sees one sample at a time, {values} values a channel: it takes away what makes samples "
             "differ in level, and eval mode, which uses the statistics of many, is another network",
             where=where,
-            fix="use GroupNorm or InstanceNorm, or more samples in each forward pass",
             level="warning",
             confidence="likely",
-            lasting=True,
         )
     return None
 
@@ -179,7 +172,6 @@ def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> V
         f"of a typical channel the mean is {shift:.2g} standard deviations off, the variance {ratio:.2g} times",
         where=place_of(operation.module, operation.line),
         fix=f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}",
-        lasting=True,
         confidence="likely",
     )
 
@@ -200,8 +192,6 @@ def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Iterator[Verdic
                 f"ε = {eps:g} is larger than the variance {variance:.2g} of what comes in: "
                 f"it leaves with a standard deviation of {(variance / (variance + eps)) ** 0.5:.2g}, not 1",
                 where=place_of(operation.module, operation.line),
-                fix="use eps=1e-5",
-                lasting=True,
                 confidence="likely",
             )
             return
@@ -246,9 +236,7 @@ def of_ones_own_over_the_batch(evidence: Evidence) -> Iterator[Verdict]:
                 f"mean and variance of {list(shape)} are taken over axis 0, the {shape[0]} samples: what one sample "
                 "becomes depends on the others, and there are no running statistics for evaluation",
                 where=place_of(operation.module, maker.line),
-                fix="take them over the features: x.mean(-1, keepdim=True), as nn.LayerNorm does",
                 confidence="likely",
-                lasting=True,
             )
             return
 
@@ -303,7 +291,6 @@ def of_one_value(evidence: Evidence) -> Iterator[Verdict]:
             where=place_of(op.module, op.line),
             fix=FIXES.get(kind, OWN_FIX),
             if_troubled=not cut,
-            lasting=True,
             confidence="proven",  # a value less itself
         )
         return

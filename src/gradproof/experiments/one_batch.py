@@ -59,7 +59,6 @@ def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
             fix=f"lower the learning rate: {say_rate(0.1, rate)}, or less, and warm it up",
             level="problem" if clearer else "warning",
             numbers={"lr_factor": 0.1},
-            lasting=True,
             confidence="proven",  # trained both ways
         )
     elif math.isfinite(own):

@@ -84,7 +84,6 @@ def came_back_turned(evidence: Evidence, pair: list[int]) -> Iterator[Verdict]:
             *say_where_made(evidence, pair[0]),
             where=place_of("", augmenting_line(forward_line(evidence))) or evidence.flow.origin(pair[0]),
             fix="draw the transformation once, and apply it to image and target alike",
-            lasting=True,
             confidence="proven",  # the same to the last bit, turned
         )
     elif kept.back >= 32 and not kept.wrong:
@@ -117,7 +116,6 @@ def lies_elsewhere(evidence: Evidence, pair: list[int]) -> Iterator[Verdict]:
             *say_where_made(evidence, pair[0]),
             where=place_of("", augmenting_line(forward_line(evidence))) or evidence.flow.origin(pair[0]),
             fix="apply the same transformation, with the same numbers in the same order, to image and target",
-            lasting=True,
             confidence="likely",  # a fit is what looks like one
         )
     elif seen >= 32 and wrong < 0.05 * seen:

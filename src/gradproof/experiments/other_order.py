@@ -66,7 +66,6 @@ def verdict_of(found: Found, rows: int, where: str | None) -> Verdict:
         where=where,
         fix=f"make the targets row by row from the ids of the inputs, in the order of {found.name}: "
         "[label[id] for id in ids], and not in the order of another table",
-        lasting=True,
         confidence="likely",  # nearest neighbours
     )
 

@@ -158,7 +158,7 @@ def plain_tensor(evidence: Evidence) -> Verdict | None:
 def not_trained(what: str, said: list[str], where: str, line: str, fix: str) -> Verdict:
     place = f"{where} ({line})" if line else where
     # proven: whose tensors they are
-    return confirmed(f"{FAMILY}/{what}", *said, where=place, fix=fix, lasting=True, confidence="proven")
+    return confirmed(f"{FAMILY}/{what}", *said, where=place, fix=fix, confidence="proven")
 
 
 def frozen_at_zero(evidence: Evidence) -> Verdict | None:
@@ -174,7 +174,6 @@ def frozen_at_zero(evidence: Evidence) -> Verdict | None:
         f"{shown(zero)}: all zero, and frozen; whatever they are given, they make zero, and nothing can change that",
         where=f"{zero[0]} ({line})" if line else zero[0],
         fix=f"set requires_grad = True for {shown(zero)} before the optimizer is made, and give them to it",
-        lasting=True,
         confidence="proven",  # every entry was looked at
     )
 
@@ -199,6 +198,7 @@ def frozen_in_between(evidence: Evidence) -> Verdict | None:
                 level="warning",
                 confidence="possible",
                 if_troubled=True,
+                lasting=False,
             )
     return None
 

@@ -38,7 +38,6 @@ def do_the_players_disagree(evidence: Evidence) -> Iterator[Verdict]:
             f"{seen['maker']:g}: both pull the same way",
             where=place_of("", where),
             fix=f"train the generator with the label {1 - round(seen['judge'])}",
-            lasting=True,
             confidence="proven",  # what each step asks of whose weights
         )
     else:

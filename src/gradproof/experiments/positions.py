@@ -66,8 +66,6 @@ def padding_or_words(grid: Grid, counts: Tensor) -> Verdict | None:
             f"the positions replaced by token {hidden} are the only ones that do not count; "
             "everywhere else the target is the input itself",
             where=made,
-            fix="let the masked positions count and ignore the others",
-            lasting=True,
             confidence="likely",  # a mask is what looks like one
         )
     if rest_left_out(grid, pad, counts):
@@ -76,10 +74,8 @@ def padding_or_words(grid: Grid, counts: Tensor) -> Verdict | None:
             "in every row the loss counts from the first token on and ends before the text does: what comes last, as a "
             "rule the answer, is never learned",
             where=made,
-            fix="ignore the prompt and let the answer count: labels[:prompt_length] = -100",
             level="warning",
             confidence="likely",
-            lasting=True,
         )
     return padding_counts(grid, pad, tokens, counts) if pad is not None else None
 
@@ -102,7 +98,6 @@ def padding_counts(grid: Grid, pad: int, tokens: Tensor, counts: Tensor) -> Verd
         f"{said}; {lost} real positions do not count" if lost else said,
         where=place_of("", grid.comparison.operation.line),
         fix=f"cross_entropy(..., ignore_index={pad}), or multiply by the mask and divide by its sum",
-        lasting=True,
         confidence="likely",  # padding is what looks like padding
     )
 
@@ -163,9 +158,7 @@ def sequences_without_targets(grid: Grid, counts: Tensor) -> Verdict | None:
         f"padded to {grid.tokens.shape[1]}",
         "so it is with a mask that is counted from the end of the padded row: there short sequences have only padding",
         where=place_of_data(line) if line else grid.evidence.flow.origin(grid.comparison.target),
-        fix="count from the front, labels[i, :len(prompt)] = -100, or from the end of the text, not of the padding",
         confidence="likely",
-        lasting=True,
     )
 
 
@@ -220,7 +213,6 @@ def class_left_out(grid: Grid, counts: Tensor) -> Verdict | None:
         "that is no class (-100)",
         level="problem" if seen >= SEEN else "warning",
         confidence="likely" if seen >= SEEN else "possible",
-        lasting=True,
     )
 
 
@@ -291,7 +283,6 @@ def frames_left_out(evidence: Evidence) -> Verdict | None:
             where=place_of(op.module, op.line),
             fix=f"give the lengths of the scores, subsampled as far as the network does it: here {frames} frames "
             "for the longest sample",
-            lasting=True,
             confidence="proven",  # counted
         )
     return None
@@ -336,9 +327,9 @@ def mean_over_all(evidence: Evidence) -> Verdict | None:
                 f"the mask lets {100 * share:.0f} % of the positions count, but the mean divides by all of them: "
                 f"the loss is {1 / share:.2g} times too small, and differs with the padding",
                 where=place_of("", term.operation.line),
-                fix="(loss * mask).sum() / mask.sum()",
                 level="problem" if share < HALF else "warning",
                 confidence="likely",
+                lasting=False,
             )
     return None
 
@@ -377,6 +368,7 @@ def filling_counts(evidence: Evidence) -> Verdict | None:
             fix=f"let them not count: mask = target != {value:g}; (loss * mask).sum() / mask.sum()",
             level="problem" if outside or idle else "warning",
             confidence="likely" if outside or are_scattered(target == value) else "possible",
+            lasting=False,
         )
     return None
 

@@ -46,8 +46,6 @@ def along_a_weight(evidence: Evidence) -> Iterator[Verdict]:
                     f"{parameter.name} moved by {way * FAR:g}, and nothing else, takes the loss from "
                     f"{evidence.loss:.3g} to {far:.3g}, and on without end: what it weighs counts for less and less",
                     where=place_of(user.module, user.line),
-                    fix="with s = log σ²: exp(-s) * loss + 0.5 * s",
-                    lasting=True,
                     confidence="proven",  # it was moved alone
                 )
                 return
@@ -111,9 +109,6 @@ def verdict_of(evidence: Evidence, slot: int, way: float, fallen: list[float]) -
         f"{far}: it falls without end for all samples, however far predictions are from their targets",
         f"the loss of the run goes that way: {evidence.losses[0]:.3g} at first, {evidence.losses[-1]:.3g} now",
         where=place_of("", user.line if user is not None else None),
-        fix="turn the sign of the term that this output is alone in: with s = log σ², a Gaussian's loss is "
-        "0.5 * (error² * exp(-s) + s)",
-        lasting=True,
         confidence="proven",  # it was shifted alone
     )
 

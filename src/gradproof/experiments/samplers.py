@@ -83,14 +83,7 @@ def inverted(counts: np.ndarray, means: np.ndarray, exponent: float | None, wher
     else:
         text = f"a sample's weight grows with the count n of its class, as n^{exponent:.2g}: no inverse"
     return confirmed(
-        f"{FAMILY}/rare-classes-drawn-less",
-        text,
-        say_mix(counts, means),
-        where=where,
-        fix="weigh each sample by the inverse of its own class's count: "
-        "weights = 1 / torch.bincount(labels).float()[labels]",
-        confidence="likely",
-        lasting=True,
+        f"{FAMILY}/rare-classes-drawn-less", text, say_mix(counts, means), where=where, confidence="likely"
     )
 
 
@@ -112,9 +105,7 @@ def too_few_weights(sampler: dict[str, Any], where: str | None) -> Verdict:
         f"{FAMILY}/weights-of-classes",
         f"the sampler has {len(weights)} weights for {samples} samples: only the first {len(weights)} are ever drawn",
         where=where,
-        fix="give the sampler a weight for each sample: class_weights[labels]",
         level="problem" if of_classes or len(weights) < 0.1 * samples else "warning",
-        lasting=True,
         confidence="proven" if of_classes else "likely",  # the numbers that the sampler was given
     )
 
@@ -125,9 +116,7 @@ def without_effect(sampler: dict[str, Any], where: str | None) -> Verdict:
         f"without replacement {sampler['drawn']} of {sampler['samples']} samples are drawn: each comes once, "
         "whatever its weight; the weights only put the heavy ones first",
         where=where,
-        fix="draw with replacement=True",
         level="warning",
-        lasting=True,
         confidence="proven",  # what the sampler was given
     )
 

@@ -124,10 +124,8 @@ def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -
             line,
             f"{kind or op.name} takes the axis of the batch for that of time",
             where=place_of(op.module, op.line),
-            fix="pass batch_first=True, or transpose batch and time before and after",
             level="note" if series else "problem",
             confidence="possible" if series else "proven",
-            lasting=True,
         )
     elif guilty is not None:
         yield confirmed(
@@ -135,7 +133,6 @@ def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -
             line if guilty is op else f"{line}, made by {guilty.name}",
             where=place_of(guilty.module, guilty.line),
             fix=PERMUTE if "view" in guilty.name else NAME_THE_AXIS,
-            lasting=True,
             confidence="proven",  # a sample was changed
         )
     elif op.name in ATTENDS and next_token_grid(evidence) is not None:
@@ -144,8 +141,6 @@ def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -
             line,
             "the samples are texts, and each token attends to those of all texts of the batch",
             where=place_of(op.module, op.line),
-            fix="keep the batch an axis of its own: (batch, heads, time, width), not (heads, batch · time, width)",
-            lasting=True,
             confidence="proven",  # a sample was changed
         )
 
@@ -277,9 +272,6 @@ def judge_rows(flow: Flow, comparison: Comparison, pairing: Pairing) -> Verdict 
         f"{comparison.operation.name} at {place_of('', comparison.operation.line)} compares nearly every row with "
         "the target of another sample",
         where=place_of("", folding),
-        fix="fold both in the same order: transpose(0, 1) before reshape on the one that has the samples second, "
-        "x.repeat(k, 1) for rows (k, batch), x.repeat_interleave(k, 0) for rows (batch, k)",
-        lasting=True,
         confidence="proven",  # the sample was changed
     )
 

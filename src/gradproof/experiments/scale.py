@@ -88,9 +88,9 @@ def of_first_layer(evidence: Evidence) -> Verdict | None:
                 f"the first layer is given numbers of the size {size:.2g} (at most {float(value.abs().max()):.2g}); "
                 "its weights are made for about 1",
                 where=place_of(op.module, op.line),
-                fix="standardise the inputs once: a division by 255 in the data and again in the model is one too many",
                 confidence="likely",
                 if_troubled=True,
+                lasting=False,
             )
     return None
 
@@ -107,7 +107,6 @@ def of_yes_or_no(evidence: Evidence, comparison: Comparison, target: Tensor) -> 
             *say_where_made(evidence, comparison.target, comparison.operation.line, target=True),
             where=evidence.flow.origin(comparison.target, comparison.operation.line),
             fix=f"divide the targets by {high:.4g}" if low >= 0 else "bring the targets to 0 … 1",
-            lasting=True,
             confidence="proven",  # outside, the loss has no bound
         )
 
@@ -143,7 +142,8 @@ def explain(evidence: Evidence, learned: float | None) -> list[str]:
 def harm(learned: float | None, size: float) -> dict[str, Any]:
     """A problem where next to nothing is learned; elsewhere one only if the run is in trouble."""
     stuck = learned is not None and learned < LITTLE
-    return {"if_troubled": not stuck, "confidence": "likely" if stuck or size > HUGE else "possible"}
+    sure = "likely" if stuck or size > HUGE else "possible"
+    return {"if_troubled": not stuck, "confidence": sure, "lasting": False}
 
 
 def is_mask(value: Tensor) -> bool:
@@ -162,7 +162,6 @@ def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | Non
             *explain(evidence, learned),
             *say_where_made(evidence, slot),
             where=where,
-            fix="divide by 255, then subtract the mean and divide by the standard deviation",
             **harm(learned, high),
         )
         return
@@ -183,7 +182,6 @@ def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | Non
         *explain(evidence, learned),
         *say_where_made(evidence, slot),
         where=where,
-        fix="standardise each feature: subtract its mean, divide by its standard deviation",
         **harm(learned, float(sizes[worst])),
     )
 
@@ -230,6 +228,7 @@ def that_hardly_vary(evidence: Evidence) -> Iterator[Verdict]:
         f"is one too many; as they are, they want (x - mean) / {left:.2g}",
         confidence="likely" if stuck else "possible",
         if_troubled=not stuck,
+        lasting=False,
     )
 
 

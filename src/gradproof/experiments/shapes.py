@@ -76,7 +76,6 @@ def meet_in_the_loss(evidence: Evidence) -> Iterator[Verdict]:
                 line,
                 where=place_of("", op.line),
                 fix=fix,
-                lasting=True,
                 confidence="proven",  # the shapes that meet
             )
         elif _sums_over_samples(evidence, op):
@@ -86,9 +85,7 @@ def meet_in_the_loss(evidence: Evidence) -> Iterator[Verdict]:
                 f"{op.name} of {shape} runs over its first axis, the {shape[0]} samples of the batch, not over the "
                 f"{shape[1]} numbers that each of them has",
                 where=place_of("", op.line),
-                fix="name the other axis: dim=1 or dim=-1",
                 confidence="likely",
-                lasting=True,
             )
 
 
@@ -156,8 +153,6 @@ def one_row_for_all(evidence: Evidence) -> Iterator[Verdict]:
                     f"the input {list(shape)} is row {table} of its data, and is used for all {len(rows)} samples of "
                     f"{list(evidence.slot(other).shape)}: it is that of sample {rows.tolist().index(table)} alone",
                     where=flow.origin(single),
-                    fix="take the rows of the whole batch of both inputs",
-                    lasting=True,
                     confidence="likely",  # a context may be shared on purpose
                 )
                 return
@@ -195,7 +190,6 @@ def view_for_transpose(evidence: Evidence) -> Iterator[Verdict]:
                 f"view makes {list(after)} of {list(before)} without moving a number: rows of different axes are mixed",
                 where=place_of(op.module, op.line),
                 fix="transpose or permute to the new order of axes first, then reshape",
-                lasting=True,
                 confidence="likely",  # the shapes alone tell
             )
 
@@ -256,7 +250,6 @@ def viewed_before_the_step(evidence: Evidence) -> Iterator[Verdict]:
                 *say_where_made(evidence, slot),
                 where=where_viewed(evidence, slot),
                 fix="transpose or permute to the new order of axes, not view or reshape, where the data are made",
-                lasting=True,
                 confidence="likely",  # neighbours are what looks like neighbours
             )
 
@@ -274,7 +267,6 @@ def text_along_the_batch(evidence: Evidence) -> Iterator[Verdict]:
                 *say_where_made(evidence, grid.token_slot),
                 where=where_viewed(evidence, grid.token_slot),
                 fix="cut the text into rows that stay together: data.view(batch_size, -1), .t() if time is first",
-                lasting=True,
                 confidence="likely",  # counted, of one batch
             )
             return
@@ -330,7 +322,6 @@ def classes_of_different_places(evidence: Evidence) -> Iterator[Verdict]:
             where=place_of(reshape.module, reshape.line),
             fix=f"permute({', '.join(map(str, order))}) before the reshape, or give the loss the scores "
             f"{before} as they are",
-            lasting=True,
             confidence="proven",  # each score was followed to its place
         )
 
@@ -419,7 +410,6 @@ def softmax_along_another_axis(evidence: Evidence) -> Iterator[Verdict]:
             f"sum to {float(sums.median()):.3g}, not to 1",
             where=place_of(made.module, made.line),
             fix="take the log_softmax along the axis of the classes, as a rule dim=-1",
-            lasting=True,
             confidence="proven",  # they were summed
         )
 
@@ -441,8 +431,6 @@ def softmax_of_one(evidence: Evidence) -> Iterator[Verdict]:
             f"the softmax runs over axis {op.args[1]} of {list(shape)}, which has one entry: all {math.prod(shape)} "
             f"results are 1, and no gradient goes back to the scores that {maker.name if maker else ''} gives",
             where=place_of(op.module, op.line),
-            fix="take the softmax over all candidates, before one is chosen, or along the axis that they lie on",
-            lasting=True,
             confidence="proven",  # exp(x) / exp(x)
         )
 
@@ -468,8 +456,6 @@ def normalised_over_the_batch(evidence: Evidence) -> Iterator[Verdict]:
                 f"{list(shape)} is divided by its norm over axis 0, the batch of {batch}: columns have length one, "
                 "not the vectors of the samples",
                 where=place_of(op.module, op.line),
-                fix="F.normalize(z, dim=1), or dim=-1",
-                lasting=True,
                 confidence="likely",  # some losses want it so
             )
 
@@ -509,8 +495,6 @@ def positions_along_the_batch(evidence: Evidence) -> Iterator[Verdict]:
                 f"to {int(numbers[-1, 0])} over the {shape[0]} samples, and from {int(numbers[0, 0])} to "
                 f"{int(numbers[0, -1])} over the {shape[1]} places of the first",
                 where=place_of(counters[-1].module, counters[-1].line),
-                fix="count along the sequence: cumsum(dim=1), or arange(T) for every sample",
-                lasting=True,
                 confidence="likely",  # numbers that look like positions
             )
 

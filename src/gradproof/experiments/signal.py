@@ -161,6 +161,7 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
             where=place_in(evidence, chain, worst_link(chain, forward)),
             if_troubled=by_scale,
             confidence="proven" if pushed > GROWS else "likely",
+            lasting=False,
         )
     fades = chain.kind == "blocks" and max(growth, flow) < min(FADES, PART**steps)
     if flow < DIES or growth < DIES or fades:
@@ -176,6 +177,7 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
             where=place_in(evidence, chain, chain.name),
             if_troubled=in_training,
             confidence="proven" if pushed < UNHEARD else "likely",
+            lasting=False,
         )
     return None
 
@@ -213,7 +215,6 @@ def does_a_module_multiply(evidence: Evidence) -> Verdict | None:
                 where=place_of_multiplier(evidence, call),
                 fix="bound what it does to a small change: recurrent weights whose largest singular value is below 1, "
                 "fewer time steps between what is trained and the loss, or a loss before it",
-                lasting=True,
                 confidence="proven",  # its input was changed
             )
     return None
@@ -384,10 +385,9 @@ def judge_echo(evidence: Evidence, recurrence: Recurrence) -> Iterator[Verdict]:
         "last one does",
         f"a factor of {'' if share > RESOLUTION else 'at most '}{gain:.3g} a time step",
         where=recurrence.where,
-        fix="keep the state by default: an LSTM's forget-gate bias of 1 or more, orthogonal recurrent weights of gain "
-        "1, decays near 1 (0.99 a step remembers 100 steps), or attention over all time steps",
         if_troubled=True,
         confidence="proven",  # each input was exchanged
+        lasting=False,
     )
 
 

@@ -99,6 +99,7 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
             fix=fix,
             numbers=numbers,
             confidence="proven",  # the loss along the step, replayed
+            lasting=False,
         )
     elif probe.rugged and probe.rises:
         yield undecided(
@@ -172,6 +173,7 @@ def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) 
             numbers=numbers,
             level="warning" if under_way else "problem",
             confidence="likely" if under_way else "proven",  # the loss along the step, replayed
+            lasting=False,
         )
 
 

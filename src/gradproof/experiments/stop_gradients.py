@@ -64,8 +64,6 @@ def trained_teacher(evidence: Evidence) -> Verdict | None:
                     "missing-stop-gradient/teacher",
                     f"{name} follows other weights ({operation.name}) and is also trained: it gets a gradient",
                     where=place_of(name.rpartition(".")[0], operation.line),
-                    fix="compute the teacher under torch.no_grad(), and leave its parameters out of the optimizer",
-                    lasting=True,
                     confidence="proven",  # written by one and stepped by another
                 )
     return None
@@ -175,10 +173,8 @@ def verdict_of(operation: Operation, target: Side, what: str, level: str = "prob
         f"the loss compares two things that are both trained: the target, {what}, passes gradient to {layers}",
         *([f"compared at {operation.line}"] if made != operation.line else []),
         where=place_of("", made),
-        fix="compute the target under torch.no_grad(), or detach() it",
         level=level,
         confidence="likely",
-        lasting=True,
     )
 
 
@@ -231,9 +227,7 @@ def pulled_baseline(evidence: Evidence) -> Verdict | None:
                     "the advantage carries gradient: the policy's loss changes the values it is measured against",
                     f"{maker.name} at {maker.line}",
                     where=place_of("", maker.line),
-                    fix="detach the values where the advantage is computed: returns - values.detach()",
                     confidence="likely",
-                    lasting=True,
                 )
     return None
 
@@ -300,9 +294,6 @@ def ratios_that_cancel(evidence: Evidence) -> Iterator[Verdict]:
             f"weight moved by {100 * MOVED:g} %: the ratio is 1 and its gradient 0, whatever is learned",
             f"the ratio is taken at {op.line}",
             where=place_of("", made or op.line),
-            fix="what the ratio is taken against must be a constant: compute the old log-probabilities under "
-            "torch.no_grad() when the data are gathered, or detach() them",
-            lasting=True,
             confidence="proven",  # with every weight moved
         )
         return

@@ -67,9 +67,7 @@ def rows_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
         "aliasing-or-inplace/one-row",
         f"in each of {len(recent)} taped batches {same}; it is another one in every batch, and the targets differ",
         where=place_of("", appending_line(line) or line),
-        fix="keep a copy of what changes later: append(state.copy()), or .clone() of a tensor",
         confidence="proven" if last.runs == 1 else "likely",
-        lasting=True,
     )
 
 
@@ -189,8 +187,6 @@ def parts_that_are_changed(evidence: Evidence) -> Iterator[Verdict]:
                 f"{op.name} changes a part of the {list(shape)} that batches are cut from, on its way into the model; "
                 f"{twice} parts were changed at two or more of the taped steps: the data drift away",
                 where=place_of(op.module, op.line),
-                fix="copy what is changed: x = data[i:j].clone(), or x = x + noise in place of x += noise",
-                lasting=True,
                 confidence="proven",  # written into the memory of the data
             )
             return

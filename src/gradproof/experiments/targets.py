@@ -74,8 +74,6 @@ def are_targets_noise(flow: Flow, comparison: Comparison) -> Verdict | None:
         f"{FAMILY}/fresh-noise",
         "the target is random numbers drawn for it alone: nothing that the prediction is made from depends on them",
         where=place_of("", line),
-        fix="compare with the noise that went into the input: draw it once and use it twice",
-        lasting=True,
         confidence="proven",  # nothing that it was made from is in the prediction
     )
 
@@ -145,8 +143,6 @@ def _verdict_on_rows(
         f"{FAMILY}/rows-of-another-batch",
         f"{100 * wrong:.0f} % of the targets are taken from another row than their input{pairs}",
         where=flow.origin(target),
-        fix="index inputs and targets with the same rows",
-        lasting=True,
         confidence="proven",  # the numbers of the rows were sent along
     )
 
@@ -177,8 +173,6 @@ def is_the_target_in_the_input(flow: Flow, comparison: Comparison) -> Verdict | 
                 f"{which} of the {columns.shape[1]} inputs equal{'s' if first == last else ''} the target in all "
                 f"{len(columns)} samples: the answer is given with the question",
                 where=flow.origin(target, comparison.operation.line),
-                fix="take the target from behind the window, or its column out of the inputs",
-                lasting=True,
                 confidence="proven",  # equal to the last bit
             )
     return None
@@ -231,9 +225,6 @@ def are_pairs_of_one_sample(flow: Flow, comparison: Comparison) -> Verdict | Non
         f"{FAMILY}/views-of-another-sample",
         f"{said}, and {100 * meant:.0f} % of those are what the loss takes for views of one sample: {first}, …",
         where=flow.origin(slots[0], comparison.operation.line),
-        fix="put the views in the order that the loss expects: all first views, then all second ones (torch.cat), or "
-        "neighbours (torch.stack(dim=1))",
-        lasting=True,
         confidence="likely",  # near is what looks alike
     )
 
@@ -268,9 +259,8 @@ def do_two_targets_agree(evidence: Evidence) -> Iterator[Verdict]:
                     f"{said}, by chance {100 * chance:.0f} %: they are those of other samples",
                     *say_where_made(evidence, slot),
                     where=flow.origin(slot, comparison.operation.line),
-                    fix="store targets in the order in which they are looked up: make them with a loader that does not "
-                    "shuffle, or by the number of the sample",
                     confidence="likely",
+                    lasting=False,
                 )
 
 
@@ -325,9 +315,9 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
                 f"after {evidence.step} steps the predictions explain {100 * max(learned, 0):.1f} % of the targets",
                 *say_where_made(evidence, slot),
                 where=flow.origin(comparison.target, comparison.operation.line),
-                fix="check that inputs and targets are shuffled together, and print a batch side by side",
                 if_troubled=True,
                 confidence="likely",
+                lasting=False,
             )
 
 

@@ -87,10 +87,8 @@ def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
                 "the gradient lowers the log-probability of what was done in proportion to the weight it is given "
                 f"(cosine {cosine:.3f}): after a good return the action becomes less likely",
                 where=place_of("", op.line),
-                fix="minimise the negative: loss = -(log_prob * advantage).mean()",
                 level="problem" if wanted else "warning",
                 confidence="likely" if wanted else "possible",
-                lasting=True,
             )
             yield maximized(found, climbs, made, by_hand)
             return
@@ -201,10 +199,8 @@ def wrong_way(op: Operation, what: str, cosine: float, against_another: bool) ->
         f"a step down the gradient takes each {what} (cosine {cosine:.3f} with the way to it): "
         "the loss is minimised with a minus sign",
         where=place_of("", op.line),
-        fix="remove the minus sign in front of the loss, or pass maximize=True",
         level="note" if against_another else "problem",
         confidence="possible" if against_another else "proven",
-        lasting=True,
     )
 
 
@@ -406,9 +402,7 @@ def towards_exploring(evidence: Evidence) -> Iterator[Verdict]:
             "loss-scale-or-sign/entropy-sign",
             "the loss falls as the policy's entropy falls: what is meant to keep it exploring makes it certain",
             where=place_of("", op.line),
-            fix="subtract it: loss = policy_loss - coefficient * entropy",
             confidence="likely",
-            lasting=True,
         )
         return
 

@@ -88,6 +88,7 @@ def judge(operation: Operation, mask: Tensor, times: int) -> Iterator[Verdict]:
         confidence="proven"
         if share == 1 and operation.name in RECTIFIERS
         else "likely",  # no gradient passes
+        lasting=False,
     )
 
 
@@ -121,8 +122,6 @@ def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
                     "while their targets are elsewhere: they get no gradient",
                     f"targets go from {float(wished.min()):.3g} to {float(wished.max()):.3g}",
                     where=place_of(operation.module, operation.line),
-                    fix="remove the clamp from what the loss sees; clamp only what is shown or used",
-                    lasting=True,
                     confidence="likely",
                 )
     if shares and max(shares) < MANY:

@@ -65,8 +65,9 @@ def cleared_too_soon(evidence: Evidence, update: Update) -> Iterator[Verdict]:
             f"the gradients of {names_of(evidence, list(cleared))} are set to zero at {where}, after backward and "
             f"before the update at {update.line or 'the end of the step'} has read them: it changes nothing",
             where=where or None,
-            fix="clear the gradients after the update, or before backward",
             confidence="proven",  # the step replayed
+            fix="clear the gradients after the update, or before backward",
+            lasting=False,
         )
 
 
@@ -96,9 +97,7 @@ def shared_state(evidence: Evidence, update: Update) -> Iterator[Verdict]:
                 f"one tensor at {where} averages the gradients of {names_of(evidence, list(owners))}: each is moved "
                 "by what others want",
                 where=where or None,
-                fix="give each parameter a state of its own, for example [torch.zeros_like(p) for p in parameters]",
                 confidence="proven",  # the same memory
-                lasting=True,
             )
             return
 
@@ -121,9 +120,7 @@ def climbs_its_loss(evidence: Evidence, update: Update) -> Iterator[Verdict]:
         f"every update so far goes up the gradient, and the loss has gone from {losses[0]:.4g} to {losses[-1]:.4g}: "
         f"the update adds what it ought to subtract",
         where=update.line or None,
-        fix="subtract: p -= lr * p.grad, or turn the loss round: one of them, not both",
         confidence="likely",  # that it is to be minimised is read off its name
-        lasting=True,
     )
 
 
@@ -157,9 +154,7 @@ def judge_rule(evidence: Evidence, update: Update) -> Iterator[Verdict]:
         "against the sign of their gradients, whatever those are and were before: the averages of the gradient and "
         f"of its square begin at zero at every step{f'; it is made anew at {where}' if anew is not None else ''}",
         where=where or None,
-        fix="make the averages once, before the loop, and keep them from step to step",
         confidence="proven",  # the changes are those of sign descent, to float64
-        lasting=True,
     )
 
 
@@ -188,9 +183,7 @@ def judge_correction(
         f"divided by 1 - β^t, and {100 * right.error:.0f} % off the textbook's Adam",
         "" if any(best.corrected) else f"the first steps are {times:.2g} times as long as the rate says",
         where=line or None,
-        fix="divide m by 1 - β1 ** t and v by 1 - β2 ** t, t counted from 1",
         confidence="proven",  # float64 disagrees
-        lasting=True,
     )
 
 

@@ -47,7 +47,6 @@ def one_term_is_summed(evidence: Evidence) -> Verdict | None:
                 where=place_of("", term.operation.line),
                 fix=f"divide it by the batch size {batch} as well",
                 confidence="likely",
-                lasting=True,
             )
     return None
 
@@ -80,6 +79,7 @@ def frequent_classes_weigh_more(evidence: Evidence) -> Verdict | None:
             level="problem" if int((counts > 0).sum()) > 2 else "warning",
             fix="weigh classes by one over their frequency (or its root), not by the frequency",
             confidence="likely",
+            lasting=False,
         )
     return None
 
@@ -126,6 +126,7 @@ def rare_answers_weigh_less(evidence: Evidence) -> Verdict | None:
             if len(balanced) > 2
             else "warning",  # of one or two, somebody may want few false alarms
             confidence="likely",
+            lasting=False,
         )
     return None
 

@@ -54,6 +54,14 @@ CAUSES = (
         "the micro-batches do not add up to the batch",
         "the accumulated gradient against that of the whole batch",
         "divide each micro-batch's loss by their number, add (not assign) gradients, and step after the last one",
+        (
+            ("overwritten", "p.grad = g if p.grad is None else p.grad + g"),
+            (
+                "walked-again",
+                "call backward on the loss of each micro-batch alone, without retain_graph; keep the running sum "
+                "with loss.item() or loss.detach()",
+            ),
+        ),
         raised_by=("uneven_windows", "cleared_between_backwards"),
     ),
     Cause(
@@ -94,6 +102,14 @@ CAUSES = (
         "a path that should carry gradient is cut",
         "the replayed step has a gradient where the run has none",
         "remove the detach, .data, .item(), no_grad, argmax or NumPy round trip between the parameter and the loss",
+        (
+            ("sample", "draw with rsample() instead of sample()"),
+            (
+                "new-tensor",
+                "call backward on what the loss function returned, not on torch.tensor(loss.item())",
+            ),
+            ("derivative", "torch.autograd.grad(..., create_graph=True)"),
+        ),
         raised_by=("no_gradient", "loss_not_improving"),
     ),
     Cause(
@@ -101,6 +117,19 @@ CAUSES = (
         "gradient flows where it must not",
         "gradient reaches parameters whose update it must not drive",
         "compute targets, teachers and baselines under torch.no_grad(), or detach them",
+        (
+            (
+                "teacher",
+                "compute the teacher under torch.no_grad(), and leave its parameters out of the optimizer",
+            ),
+            ("target", "compute the target under torch.no_grad(), or detach() it"),
+            ("baseline", "detach the values where the advantage is computed: returns - values.detach()"),
+            (
+                "ratio",
+                "what the ratio is taken against must be a constant: compute the old log-probabilities under "
+                "torch.no_grad() when the data are gathered, or detach() them",
+            ),
+        ),
         raised_by=("loss_not_improving",),
     ),
     Cause(

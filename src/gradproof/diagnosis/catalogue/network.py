@@ -36,6 +36,15 @@ CAUSES = (
                 "pass some batches in train mode before the first evaluation, or use "
                 "torch.nn.utils.parametrizations.spectral_norm, which begins with vectors that fit",
             ),
+            (
+                "unbounded-rescale",
+                "limit the factor: scale.clamp(max=10.0), or add 1e-2 or so to the size it is divided by",
+            ),
+            ("running-statistics-never-move", "use momentum=0.1, the share of the new batch"),
+            ("tiny-batch", "use LayerNorm or GroupNorm, or more samples in each forward pass"),
+            ("one-sample", "use GroupNorm or InstanceNorm, or more samples in each forward pass"),
+            ("eps", "use eps=1e-5"),
+            ("over-the-batch", "take them over the features: x.mean(-1, keepdim=True), as nn.LayerNorm does"),
         ),
         raised_by=("nonfinite", "loss_not_improving", "small_batch_norm", "evaluated_too_soon"),
     ),
@@ -44,6 +53,12 @@ CAUSES = (
         "activations or gradients grow through depth or time",
         "the gain of each block or time step",
         "bound the gain of the named block: full residuals, normalisation, smaller initial weights, clipping",
+        (
+            (
+                "attention-scores",
+                "divide the scores by the root of the head's size, and start query and key weights smaller",
+            ),
+        ),
         raised_by=("gradient_growing", "exploding_gradients", "nonfinite"),
         intervention="clip",
     ),
@@ -52,6 +67,13 @@ CAUSES = (
         "activations or gradients die out through depth or time",
         "the gain of each block or time step",
         "use residuals, normalisation, ReLU-like activations or gated units, and variance-keeping initial weights",
+        (
+            (
+                "time",
+                "keep the state by default: an LSTM's forget-gate bias of 1 or more, orthogonal recurrent weights of "
+                "gain 1, decays near 1 (0.99 a step remembers 100 steps), or attention over all time steps",
+            ),
+        ),
         raised_by=("vanishing_gradients", "loss_not_improving"),
     ),
     Cause(
@@ -73,6 +95,7 @@ CAUSES = (
         "units never respond",
         "the share of units without gradient, over the steps",
         "lower the learning rate, use a smaller negative bias, or LeakyReLU/GELU in place of ReLU",
+        (("clamped-output", "remove the clamp from what the loss sees; clamp only what is shown or used"),),
         raised_by=("dead_units", "never_changed"),
     ),
 )

@@ -61,6 +61,17 @@ CAUSES = (
             ("betas", "use betas (0.9, 0.999), or (0.9, 0.95) for language models"),
             ("momentum", "use momentum 0.9"),
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
+            (
+                "shrinks",
+                "decay by lr * weight_decay at a step, not by weight_decay alone; 0.01 to 0.1 is usual for AdamW",
+            ),
+            (
+                "state-shared",
+                "give each parameter a state of its own, for example [torch.zeros_like(p) for p in parameters]",
+            ),
+            ("maximize", "subtract: p -= lr * p.grad, or turn the loss round: one of them, not both"),
+            ("state-not-kept", "make the averages once, before the loop, and keep them from step to step"),
+            ("no-bias-correction", "divide m by 1 - β1 ** t and v by 1 - β2 ** t, t counted from 1"),
         ),
         raised_by=("optimizer_settings", "adam_epsilon"),
         intervention="eps",
@@ -240,6 +251,7 @@ CAUSES = (
                 "load the trained weights into the copy, not the copy's into the trained model: "
                 "target.load_state_dict(online.state_dict()); or drop the load from the loop",
             ),
+            ("average", "average = decay * average + (1 - decay) * weights"),
         ),
         raised_by=(
             "loads_itself",
@@ -263,6 +275,23 @@ CAUSES = (
                 "stored-data-changed",
                 "copy before changing: x = self.x[i].copy() (or .clone()), or x = x + noise in place of x += noise",
             ),
+            (
+                "average-of-itself",
+                "copy the weights when the average is made: v.detach().clone(), or copy.deepcopy(model)",
+            ),
+            (
+                "lost-in-a-copy",
+                "test the memory and the links between the devices (NCCL_P2P_DISABLE=1 goes around them), and look "
+                "for code that writes to this memory past PyTorch",
+            ),
+            ("one-buffer", "keep a clone() of what changes later"),
+            ("one-array", "keep a copy: torch.from_numpy(array.copy()), torch.tensor(array) or .clone()"),
+            (
+                "one-view",
+                "let the augmentation make a new tensor: x = x + noise in place of x += noise, or x = x.clone() "
+                "first",
+            ),
+            ("one-row", "keep a copy of what changes later: append(state.copy()), or .clone() of a tensor"),
         ),
         raised_by=("loss_not_improving", "stored_data_changed"),
     ),
