@@ -19,6 +19,7 @@ from gradproof.diagnosis.fixes import trial_of_event
 from gradproof.diagnosis.gains import placed_by_gain
 from gradproof.diagnosis.outbursts import add_outburst
 from gradproof.diagnosis.places import add_place, name_cells
+from gradproof.diagnosis.said import add_witnesses
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.diagnosis.unseen import count_seen, find_unseen
 from gradproof.diagnosis.verdicts import standing
@@ -109,6 +110,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         found = [as_grave_as_the_way_back(as_grave_as_leaps(finding, run), run) for finding in found]
     if not troubled and trains_well(run):
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
+    found = add_witnesses(found, run)
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
     recorded = {suspect for s in symptoms if s.name in RECORDED for suspect in s.suspects}
     found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)), recorded)

@@ -30,6 +30,7 @@ from gradproof.diagnosis.own_rate import own_rate_dies
 from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.returns import average_stays, weights_put_back
+from gradproof.diagnosis.said import libraries_said
 from gradproof.diagnosis.series import tracks
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
@@ -382,4 +383,5 @@ SYMPTOMS = (
     average_stays,
     ranks_out_of_step,
     *BY_HAND,
+    libraries_said,
 )

@@ -235,6 +235,7 @@ FACTS: dict[str, Shape] = {
     "collective_failed": record({"step": whole, "what": name, "line": name, "text": name}),
     "sampler_epochs": record({"passes": whole, "line": maybe(name)}),
     "policy_loss": flag,
+    "said": list_of(record({"who": name, "text": text, "line": name, "step": whole, "times": whole})),
 }
 
 
