@@ -366,57 +366,7 @@ def rank(findings: list[Finding]) -> tuple[Finding, ...]:
     return tuple(best.values())
 
 
-# Steps that overshoot, numbers that grow, a start far off: with one of these found and set right they may be fine.
-EXPLAINED_BY = {
-    "lr-too-high": (
-        "input-or-target-scale",
-        "loss-scale-or-sign",
-        "grad-accumulation-error",
-        "zero-grad-error",
-        "exploding-signal",
-        "bad-init",
-    ),
-    "bad-init": ("input-or-target-scale", "loss-scale-or-sign"),
-    "exploding-signal": (
-        "input-or-target-scale",
-        "loss-scale-or-sign",
-        "grad-accumulation-error",
-        "zero-grad-error",
-    ),
-    "vanishing-signal": ("lr-too-high", "normalization-error"),
-}
-# Read off the graph, the tensors' identities or the order of rows, not off how the loss behaves: where one of these is
-# proven, the steps were not taken along the loss that is watched, and their length is judged after it is set right.
-STRUCTURE = (
-    "wrong-gradient",
-    "detached-graph",
-    "missing-stop-gradient",
-    "param-not-updated",
-    "aliasing-or-inplace",
-    "axis-or-shape-error",
-    "data-target-misaligned",
-    "loss-mask-error",
-    "attention-mask-error",
-    "loss-activation-mismatch",
-)
-# What can keep a gradient from arriving; only a suspicion of a forgotten parameter stands behind them.
-KEEPS_GRADIENT_OUT = (
-    "detached-graph",
-    "forward-nonfinite",
-    "backward-nonfinite",
-    "exploding-signal",
-    "vanishing-signal",
-    "dead-activation",
-)
 AT_THE_START = 3  # steps: what is so by then was not made so by training
-# What makes steps short whatever the learning rate.
-SHORTENS_STEPS = (
-    "optimizer-config/eps",
-    "grad-clip-misuse/limit-too-small",
-    "lr-schedule-error/dies-early",
-    "lr-schedule-error/warmup-never-ends",
-    "lr-schedule-error/multiplied",
-)
 
 
 def as_grave_as_short_steps(finding: Finding, others: list[Finding]) -> Finding:
@@ -424,7 +374,10 @@ def as_grave_as_short_steps(finding: Finding, others: list[Finding]) -> Finding:
     short = any(
         f.family == "lr-too-low" and f.level == "problem" and f.confidence == "proven" for f in others
     )
-    return replace(finding, level="problem") if short and finding.id in SHORTENS_STEPS else finding
+    family, _, what = finding.id.partition("/")
+    return (
+        replace(finding, level="problem") if short and what in BY_FAMILY[family].shortens_steps else finding
+    )
 
 
 def as_grave_as_overshooting(finding: Finding, others: list[Finding]) -> Finding:
@@ -462,11 +415,11 @@ def is_explained(finding: Finding, others: list[Finding]) -> bool:
     if finding.family == "vanishing-signal" and (finding.step is None or finding.step <= AT_THE_START):
         graver = [f for f in graver if f.family != "lr-too-high"]
     if finding.family == "lr-too-low":
-        return any(f.family not in EXPLAINED_BY for f in graver)
+        return any(not BY_FAMILY[f.family].explained_by for f in graver)
     if finding.family == "param-not-updated" and finding.confidence != "proven":
-        return any(f.family in KEEPS_GRADIENT_OUT for f in graver)
+        return any(BY_FAMILY[f.family].keeps_gradient_out for f in graver)
     if finding.family == "lr-too-high" and any(
-        f.family in STRUCTURE and f.confidence == "proven" for f in graver
+        BY_FAMILY[f.family].of_structure and f.confidence == "proven" for f in graver
     ):
         return True
     # a signal explains the steps only where it exploded before they overshot
@@ -475,7 +428,7 @@ def is_explained(finding: Finding, others: list[Finding]) -> bool:
         for f in graver
         if f.family != "exploding-signal" or (f.confidence == "proven" and first(f, finding))
     ]
-    return any(f.family in EXPLAINED_BY.get(finding.family, ()) for f in graver)
+    return any(f.family in BY_FAMILY[finding.family].explained_by for f in graver)
 
 
 def first(one: Finding, other: Finding) -> bool:

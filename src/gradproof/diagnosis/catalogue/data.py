@@ -40,6 +40,7 @@ CAUSES = (
             ),
         ),
         raised_by=("pairs_change", "files_as_text", "loss_not_improving"),
+        of_structure=True,
     ),
     Cause(
         "loss-mask-error",
@@ -57,6 +58,7 @@ CAUSES = (
             ("mean-over-all", "(loss * mask).sum() / mask.sum()"),
         ),
         raised_by=("loss_not_improving",),
+        of_structure=True,
     ),
     Cause(
         "attention-mask-error",
@@ -75,6 +77,7 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving",),
+        of_structure=True,
     ),
     Cause(
         "loss-activation-mismatch",
@@ -89,6 +92,7 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving", "loss_hardly_falling"),
+        of_structure=True,
     ),
     Cause(
         "loss-scale-or-sign",
@@ -137,6 +141,7 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving",),
+        of_structure=True,
     ),
     Cause(
         "input-or-target-scale",

@@ -10,6 +10,7 @@ CAUSES = (
         "keep the operand of the named operation inside its domain: clamp what goes into log, sqrt and division "
         "(for example x.clamp_min(1e-6)), and use log_softmax or logsumexp in place of exp, sum and log",
         raised_by=("nonfinite", "steps_skipped", "one_rank_nonfinite"),
+        keeps_gradient_out=True,
     ),
     Cause(
         "backward-nonfinite",
@@ -18,6 +19,7 @@ CAUSES = (
         "the derivative is infinite where the value is not: add a small constant inside the root or norm "
         "(torch.sqrt(x + 1e-12)), and make both branches of torch.where safe before choosing",
         raised_by=("nonfinite",),
+        keeps_gradient_out=True,
     ),
     Cause(
         "wrong-gradient",
@@ -33,6 +35,7 @@ CAUSES = (
         ),
         raised_by=("loss_not_improving", "no_layer_gradient"),
         intervention="autograd",
+        of_structure=True,
     ),
     Cause(
         "zero-grad-error",
@@ -96,6 +99,7 @@ CAUSES = (
             "clip_of_infinity",
         ),
         intervention="clip_before_step",
+        shortens_steps=("limit-too-small",),
     ),
     Cause(
         "detached-graph",
@@ -111,6 +115,8 @@ CAUSES = (
             ("derivative", "torch.autograd.grad(..., create_graph=True)"),
         ),
         raised_by=("no_gradient", "loss_not_improving"),
+        of_structure=True,
+        keeps_gradient_out=True,
     ),
     Cause(
         "missing-stop-gradient",
@@ -131,6 +137,7 @@ CAUSES = (
             ),
         ),
         raised_by=("loss_not_improving",),
+        of_structure=True,
     ),
     Cause(
         "param-not-updated",
@@ -169,5 +176,6 @@ CAUSES = (
             "steps_stopped",
         ),
         intervention="all_parameters",
+        of_structure=True,
     ),
 )

@@ -61,6 +61,13 @@ CAUSES = (
         ),
         raised_by=("gradient_growing", "exploding_gradients", "nonfinite"),
         intervention="clip",
+        explained_by=(
+            "input-or-target-scale",
+            "loss-scale-or-sign",
+            "grad-accumulation-error",
+            "zero-grad-error",
+        ),
+        keeps_gradient_out=True,
     ),
     Cause(
         "vanishing-signal",
@@ -75,6 +82,8 @@ CAUSES = (
             ),
         ),
         raised_by=("vanishing_gradients", "loss_not_improving"),
+        explained_by=("lr-too-high", "normalization-error"),
+        keeps_gradient_out=True,
     ),
     Cause(
         "bad-init",
@@ -89,6 +98,7 @@ CAUSES = (
             ("same-seed", "seed the generator once, before the first tensor, not before each"),
         ),
         raised_by=("never_changed", "loss_not_improving", "stays_zero", "begins_alike"),
+        explained_by=("input-or-target-scale", "loss-scale-or-sign"),
     ),
     Cause(
         "dead-activation",
@@ -97,5 +107,6 @@ CAUSES = (
         "lower the learning rate, use a smaller negative bias, or LeakyReLU/GELU in place of ReLU",
         (("clamped-output", "remove the clamp from what the loss sees; clamp only what is shown or used"),),
         raised_by=("dead_units", "never_changed"),
+        keeps_gradient_out=True,
     ),
 )

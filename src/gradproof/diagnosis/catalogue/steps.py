@@ -10,6 +10,14 @@ CAUSES = (
         "divide the learning rate by ten, and warm it up over the first hundred steps or so",
         raised_by=("loss_rising", "loss_oscillating", "loss_spike", "huge_updates", "nonfinite"),
         intervention="lr",
+        explained_by=(
+            "input-or-target-scale",
+            "loss-scale-or-sign",
+            "grad-accumulation-error",
+            "zero-grad-error",
+            "exploding-signal",
+            "bad-init",
+        ),
     ),
     Cause(
         "lr-too-low",
@@ -50,6 +58,7 @@ CAUSES = (
             "cycles-too-fast",
         ),
         intervention="constant_lr",
+        shortens_steps=("dies-early", "warmup-never-ends", "multiplied"),
     ),
     Cause(
         "optimizer-config",
@@ -75,6 +84,7 @@ CAUSES = (
         ),
         raised_by=("optimizer_settings", "adam_epsilon"),
         intervention="eps",
+        shortens_steps=("eps",),
     ),
     Cause(
         "low-precision-error",
@@ -294,5 +304,6 @@ CAUSES = (
             ("one-row", "keep a copy of what changes later: append(state.copy()), or .clone() of a tensor"),
         ),
         raised_by=("loss_not_improving", "stored_data_changed"),
+        of_structure=True,
     ),
 )
