@@ -70,3 +70,61 @@ def remembered(data, rows, model):
 )
 def test_copies_buffers_and_memories_are_silent(make_input):
     assert not found(make_input)
+
+
+class Neighbours(nn.Module):
+    """Each node and the sum of its neighbours; `copies`: in memory of its own."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.out, self.copies = nn.Linear(5, 1), copies
+
+    def forward(self, x, source, target):
+        total = x.clone() if self.copies else x
+        total.index_add_(0, target, x[source])
+        return self.out(total / 4)
+
+
+class Scaled(nn.Module):
+    """A pixel's mean taken off in place; `copies`: by another tensor."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.out, self.copies = nn.Conv1d(2, 1, 3), copies
+
+    def forward(self, x):
+        x = x.mul(0.9) if self.copies else x.mul_(0.9)
+        return self.out(x)
+
+
+def trained_on_one_tensor(model, give, validates=False):
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss():
+        if validates:
+            with torch.no_grad():
+                model(*give())
+        return model(*give()).tanh().pow(2).mean()
+
+    step = plain_step(model, optimizer, loss)
+    return ids(examine(are_data_kept_as_they_were, model, optimizer, step, steps=8), "problem")
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_forward_that_changes_what_it_is_given(copies, validates):
+    torch.manual_seed(1)
+    nodes, (source, target) = torch.randn(30, 5), torch.randint(0, 30, (2, 60))
+    graph = trained_on_one_tensor(Neighbours(copies), lambda: (nodes, source, target), validates)
+    waves = torch.randn(8, 2, 12)
+    series = trained_on_one_tensor(Scaled(copies), lambda: (waves,), validates)
+    assert graph == series == (set() if copies else {ID})
+
+
+def test_a_forward_that_changes_a_fresh_batch_or_one_that_is_filled_anew():
+    torch.manual_seed(1)
+    data, buffer = torch.randn(40, 2, 12), torch.zeros(8, 2, 12)
+    assert not trained_on_one_tensor(Scaled(False), lambda: (data[torch.randint(0, 40, (8,))],))
+    assert not trained_on_one_tensor(Scaled(False), lambda: (buffer.copy_(data[torch.randint(0, 40, (8,))]),))
+    assert not trained_on_one_tensor(Scaled(False), lambda: (torch.randn(8, 2, 12),))

@@ -72,6 +72,18 @@ def test_attention_to_padding(kind, id):
         assert excluded_families(where_does_attention_look, evidence) == ["attention-mask-error"]
 
 
+@pytest.mark.parametrize("kind, ids", [("fused", []), ("none", ["attention-mask-error/padding-attended"])])
+def test_padding_of_one_micro_batch_is_none_of_another(kind, ids):
+    model, batches = Encoder(kind), [padded(), padded().flip(0)]
+
+    def loss():
+        wanted = [batch.roll(-1, 1).flatten() for batch in batches]
+        terms = zip(batches, wanted, strict=True)
+        return sum(F.cross_entropy(model(x).flatten(0, 1), y, ignore_index=PAD) for x, y in terms) / 2
+
+    assert confirmed_ids(where_does_attention_look, evidence_of(model, loss)) == ids
+
+
 def test_softmax_over_queries():
     ids = padded()
     evidence = step(Encoder("none", axis=-2), ids, ids.roll(-1, 1))
@@ -217,15 +229,16 @@ def test_one_token_for_the_end_and_for_padding(ends):
     assert found == ([] if ends == 1 else ["loss-mask-error/padding-counts"])
 
 
-def spell(lengths, labels=8):
+def spell(lengths, labels=8, first=1, **options):
     """Sounds of 40 frames that a network makes 20 of, with the lengths that the loss is told."""
     torch.manual_seed(0)
     model = nn.Conv1d(4, 6, 2, stride=2)
-    sounds, letters = torch.randn(16, 4, 40), torch.randint(1, 6, (16, labels))
+    sounds, letters = torch.randn(16, 4, 40), torch.randint(first, first + 5, (16, labels))
+    options = {"zero_infinity": True, **options}
 
     def loss():
         scores = model(sounds).permute(2, 0, 1).log_softmax(-1)
-        return F.ctc_loss(scores, letters, lengths, torch.full((16,), labels), zero_infinity=True)
+        return F.ctc_loss(scores, letters, lengths, torch.full((16,), labels), **options)
 
     return confirmed_ids(which_positions_count, evidence_of(model, loss))
 
@@ -235,3 +248,24 @@ def test_frames_that_the_loss_is_not_told_of():
     assert spell(torch.full((16,), 20)) == []
     assert spell(torch.randint(12, 21, (16,))) == []
     assert spell(torch.full((16,), 20), labels=24) == []  # that is no matter of lengths
+
+
+def test_labels_that_are_the_blank():
+    frames = torch.full((16,), 20)
+    assert spell(frames, first=0) == ["loss-mask-error/blank-in-targets"]
+    assert spell(frames, first=0, blank=5) == []
+
+
+def test_padding_that_is_the_blank_is_no_label():
+    torch.manual_seed(0)
+    model, sounds, lengths = nn.LSTM(4, 6), torch.randn(20, 12, 4), torch.randint(2, 6, (12,))
+    letters = torch.randint(1, 6, (12, 6)) * (torch.arange(6) < lengths[:, None])
+
+    def loss(letters):
+        return F.ctc_loss(model(sounds)[0].log_softmax(-1), letters, torch.full((12,), 20), lengths)
+
+    flat = torch.cat([row[:length] for row, length in zip(letters, lengths.tolist(), strict=True)])
+    for given in (letters, flat):
+        assert confirmed_ids(which_positions_count, evidence_of(model, lambda given=given: loss(given))) == []
+        wrong = evidence_of(model, lambda given=given: loss((given - 1).clamp(min=0)))
+        assert confirmed_ids(which_positions_count, wrong) == ["loss-mask-error/blank-in-targets"]

@@ -32,6 +32,42 @@ def test_decay_that_pulls_harder_than_the_loss(decay, found):
     assert "optimizer-config/decay-share" not in ids(verdicts(model, apart))
 
 
+def ranked(optimizer_of, steps):
+    """Users and items by rank, of which a batch looks up few; asked at the first step and after some."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Embedding(200, 8), nn.Embedding(300, 8)])
+    for table in model:
+        nn.init.normal_(table.weight, std=0.1)
+    optimizer, memory = optimizer_of(model.parameters()), {}
+
+    def loss():
+        user, (good, bad) = torch.randint(0, 200, (16,)), torch.randint(0, 300, (2, 16))
+        users, better, worse = model[0](user), model[1](good), model[1](bad)
+        return -nn.functional.logsigmoid((users * (better - worse)).sum(1)).mean()
+
+    step = plain_step(model, optimizer, loss)
+    said = examine(does_the_optimizer_do_what_was_meant, model, optimizer, step, steps=1, memory=memory)
+    for _ in range(steps):
+        step()
+    return ids(
+        [*said, *examine(does_the_optimizer_do_what_was_meant, model, optimizer, step, 1, memory=memory)]
+    )
+
+
+def test_decay_that_has_worn_the_weights_away():
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=5e-3, weight_decay=1e-2)  # noqa: E731
+    apart = lambda parameters: torch.optim.AdamW(parameters, lr=5e-3, weight_decay=1e-2)  # noqa: E731
+    assert "optimizer-config/worn-away" in ranked(adam, steps=300)
+    assert not ranked(apart, steps=300)
+
+
+def test_weights_that_are_lost_are_no_matter_of_decay():
+    model = network()
+    nn.init.constant_(model[0].weight, float("nan"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=5e-4)
+    assert "optimizer-config/decay-share" not in ids(verdicts(model, optimizer))
+
+
 @pytest.mark.parametrize("body, head, found", [(1e-2, 1e-4, True), (1e-4, 1e-2, False), (1e-2, 5e-3, False)])
 def test_rates_of_body_and_head(body, head, found):
     model = network()

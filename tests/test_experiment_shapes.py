@@ -53,6 +53,31 @@ def test_all_pairs_on_purpose():
         assert not confirmed_ids(do_shapes_meet, evidence_of(model, make_loss))
 
 
+def test_two_predictions_of_one_sample_that_meet_all_others():
+    """A residual of derivatives, a column less a row; and two heads of which one was squeezed."""
+    model, heads, points = (
+        nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)),
+        nn.Linear(5, 2),
+        torch.rand(12, 2),
+    )
+
+    def residual(second):
+        at = points.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+        (bend,) = torch.autograd.grad(slope[:, 0].sum(), at, create_graph=True)
+        return (slope[:, 1:2] - 0.1 * second(bend)).pow(2).mean()
+
+    def of_heads(squeeze):
+        score, value = heads(X).split(1, 1)
+        return (score - value.squeeze(squeeze)).pow(2).mean()
+
+    wrong = ["axis-or-shape-error/broadcast-into-the-loss"]
+    assert confirmed_ids(do_shapes_meet, evidence_of(model, lambda: residual(lambda b: b[:, 0]))) == wrong
+    assert confirmed_ids(do_shapes_meet, evidence_of(model, lambda: residual(lambda b: b[:, :1]))) == []
+    assert confirmed_ids(do_shapes_meet, evidence_of(heads, lambda: of_heads(1))) == wrong
+    assert confirmed_ids(do_shapes_meet, evidence_of(heads, lambda: of_heads(0))) == []
+
+
 @pytest.mark.parametrize("axis, ids", [(0, ["axis-or-shape-error/over-the-batch"]), (1, [])])
 def test_a_mixture_summed_over_the_batch(axis, ids):
     model, x = nn.Linear(3, 5), torch.randn(16, 3)

@@ -105,11 +105,11 @@ def is_padding_attended(evidence: Evidence) -> Iterator[Verdict]:
     if not padding:
         return
     for op in flow.operations:
-        for is_pad in padding.values():
-            shape = evidence.slot(op.makes[0]).shape if op.makes else ()
-            if op.name in FUSED_ATTENTION or (
-                op.name in SOFTMAXES and shape and shape[-1] == is_pad.shape[1]
-            ):
+        if op.name not in FUSED_ATTENTION and op.name not in SOFTMAXES:
+            continue
+        behind = flow.ancestors(op.makes[0])  # of another micro-batch the padding lies elsewhere
+        for is_pad in (is_pad for slot, is_pad in padding.items() if slot in behind):
+            if op.name in FUSED_ATTENTION or evidence.slot(op.makes[0]).shape[-1:] == is_pad.shape[1:]:
                 weights = weights_of(flow, op)
                 mass = mass_on(weights, is_pad) if weights is not None else None
                 if mass is not None and (worst is None or mass > worst[0]):

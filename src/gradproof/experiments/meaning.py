@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+from torch import nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
 from gradproof.experiments.flow import VIEWS
@@ -18,6 +21,9 @@ FAMILY = "optimizer-config"
 # torch's optimizers whose decay joins the gradient
 COUPLED = ("SGD", "Adam", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta")
 OUTWEIGHS = 3.0  # times the gradient: at one they are in balance, as at the end of many trainings
+NOTHING_LEFT = (
+    0.05  # of its size at the first taped step: what is pruned or unused may go, half of all may not
+)
 FAST = 0.02  # of a weight, at every step: half of it is gone after 35
 USUAL = 0.5  # a decay up to here is not what is wrong with lr * decay
 APART = 10.0  # between the rates of first and last layers: as fine-tuning has them, the other way round
@@ -25,23 +31,53 @@ FAR_APART = 1000.0  # nobody means that
 
 
 def does_the_optimizer_do_what_was_meant(evidence: Evidence) -> Iterator[Verdict]:
-    yield from first_of(look(evidence) for look in (decay_leads, shrinks, rates_swapped))
+    yield from first_of(look(evidence) for look in (decay_has_won, decay_leads, shrinks, rates_swapped))
+
+
+def decay_has_won(evidence: Evidence) -> Verdict | None:
+    """Matrices of which next to nothing is left: by then decay and gradient are in balance, and neither tells.
+
+    Adam makes of a decay in the gradient a step of full length, however small it is, wherever the loss says nothing: in
+    all rows of a table that a batch does not look up.
+    """
+    matrices = [(float(p.detach().norm()), decay) for p, decay in decayed(evidence)]
+    first: list[float] = evidence.memory.setdefault("norms", [norm for norm, _ in matrices])
+    if not matrices or len(first) != len(matrices):
+        return None
+    left = sorted(
+        (norm / begun, decay) for (norm, decay), begun in zip(matrices, first, strict=True) if begun
+    )
+    share, decay = left[len(left) // 2] if left else (1.0, 0.0)
+    if not share < NOTHING_LEFT:
+        return None
+    return confirmed(
+        f"{FAMILY}/worn-away",
+        f"of {len(left)} matrices that decay with {decay:g}, half have {100 * share:.2g} % or less of the size that "
+        "they began with: decay, which is added to the gradient here, has worn them away",
+        where=line_of_optimizer(evidence) or None,
+        if_troubled=True,
+        confidence="likely",
+    )
+
+
+def decayed(evidence: Evidence) -> Iterator[tuple[nn.Parameter, float]]:
+    """The matrices whose decay is part of their gradient."""
+    for optimizer in evidence.optimizers:
+        for group in optimizer.param_groups if type(optimizer).__name__ in COUPLED else ():
+            decay = float(group.get("weight_decay") or 0.0)
+            if decay and not group.get("decoupled_weight_decay"):
+                yield from ((parameter, decay) for parameter in group["params"] if parameter.dim() >= 2)
 
 
 def decay_leads(evidence: Evidence) -> Verdict | None:
     """Decay that is part of the gradient and larger than the loss's own: weights shrink, whatever the data say."""
     shares = []
-    for optimizer in evidence.optimizers:
-        for group in optimizer.param_groups if type(optimizer).__name__ in COUPLED else ():
-            decay = float(group.get("weight_decay") or 0.0)
-            if not decay or group.get("decoupled_weight_decay"):
-                continue
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None or gradient.is_sparse or parameter.dim() < 2:
-                    continue
-                size = float(gradient.norm())
-                shares.append((decay * float(parameter.detach().norm()) / max(size, 1e-30), decay))
+    for parameter, decay in decayed(evidence):
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            share = decay * float(parameter.detach().norm()) / max(float(gradient.norm()), 1e-30)
+            shares.append((share, decay))
+    shares = [(share, decay) for share, decay in shares if math.isfinite(share)]
     if not shares:
         return None
     share, decay = sorted(shares)[len(shares) // 2]

@@ -65,7 +65,8 @@ def has_optimizers(evidence: Evidence) -> bool:
 
 def has_targets(evidence: Evidence) -> bool:
     flow = evidence.flow
-    return bool(flow.comparisons or flow.picks or evidence.roles.target_slots or policy_terms(flow))
+    found = flow.comparisons or flow.picks or evidence.roles.target_slots or policy_terms(flow)
+    return bool(found) or any(op.name == "_ctc_loss" for op in flow.operations)
 
 
 def has_values(evidence: Evidence) -> bool:

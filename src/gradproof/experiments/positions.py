@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from gradproof.tape.operations import Line, Operation, Ref
 
 def which_positions_count(evidence: Evidence) -> Iterator[Verdict]:
     """Padding, or what fills a gap, that is learned; text, sequences and classes that are not; a mask turned round."""
-    yield from causes_of(each(evidence, of_sequences, frames_left_out, mean_over_all, filling_counts))
+    looks = (of_sequences, frames_left_out, blanks_wanted, mean_over_all, filling_counts)
+    yield from causes_of(each(evidence, *looks))
 
 
 FAMILY = "loss-mask-error"
@@ -256,23 +257,14 @@ LONGEST = 0.75  # of the frames: a batch is padded to its longest sample, give o
 
 def frames_left_out(evidence: Evidence) -> Verdict | None:
     """CTC that is told of fewer frames than there are: what does not fit in them costs nothing, and teaches nothing."""
-    for op in evidence.flow.operations:
-        if op.name != "_ctc_loss":
-            continue
-        slots = [a.slot for a in op.args[1:4] if isinstance(a, Ref)]
-        found = evidence.flow.values(slots) if slots else {}
-        targets, given, wanted = (
-            found[a.slot].cpu().long() if isinstance(a, Ref) else torch.tensor(a) for a in op.args[1:4]
-        )
+    for op, labels, given in alignments(evidence):
+        wanted = torch.tensor([len(row) for row in labels])
+        again = torch.tensor(
+            [int((row[1:] == row[:-1]).sum()) for row in labels]
+        )  # a blank has to stand between
         frames = evidence.slot(op.args[0].slot).shape[0]
-        rows = targets if targets.dim() == 2 else pad_rows(targets.split(wanted.tolist()))
-        inside = torch.arange(rows.shape[1]) < wanted[:, None]
-        again = (rows[:, 1:] == rows[:, :-1]) & inside[:, 1:]  # a blank has to stand between
-        short = given < wanted + again.sum(1)
-        if len(given) < SMALLEST or float(short.double().mean()) <= TOO_SHORT:
-            continue
-        longest = int(given.max())
-        if longest > LONGEST * frames:
+        short, longest = given < wanted + again, int(given.max())
+        if len(given) < SMALLEST or float(short.double().mean()) <= TOO_SHORT or longest > LONGEST * frames:
             continue
         return confirmed(
             f"{FAMILY}/frames-left-out",
@@ -288,8 +280,37 @@ def frames_left_out(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def pad_rows(rows: Iterable[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-1)
+def blanks_wanted(evidence: Evidence) -> Verdict | None:
+    """CTC whose labels hold the blank itself, which means that nothing is said: a path through it is never written."""
+    for op, labels, _ in alignments(evidence):
+        blank = op.args[4] if len(op.args) > 4 else 0
+        wanted = torch.cat(labels)
+        holding, blanks = sum(bool((row == blank).any()) for row in labels), int((wanted == blank).sum())
+        if blanks == 0:
+            continue
+        classes = evidence.slot(op.args[0].slot).shape[-1]
+        return confirmed(
+            f"{FAMILY}/blank-in-targets",
+            f"{blanks} labels of {holding} samples ({len(labels)} in the batch) are {blank}, the blank of ctc_loss: "
+            f"what stands for silence is never written down; labels go from {int(wanted.min())} to "
+            f"{int(wanted.max())}, and there are {classes} classes",
+            where=place_of(op.module, op.line),
+            confidence="proven",  # counted
+        )
+    return None
+
+
+def alignments(evidence: Evidence) -> Iterator[tuple[Operation, list[Tensor], Tensor]]:
+    """Each CTC loss: the labels of every sample, without what pads them, and the frames that it is told of."""
+    for op in evidence.flow.operations:
+        if op.name == "_ctc_loss":
+            slots = [a.slot for a in op.args[1:4] if isinstance(a, Ref)]
+            found = evidence.flow.values(slots) if slots else {}
+            targets, given, wanted = (
+                found[a.slot].cpu().long() if isinstance(a, Ref) else torch.tensor(a) for a in op.args[1:4]
+            )
+            rows = targets if targets.dim() == 2 else targets.split(wanted.tolist())
+            yield op, [row[:length] for row, length in zip(rows, wanted.tolist(), strict=True)], given
 
 
 # gaps -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,17 @@ SAME_PLACES = {
 MOST_AXES = 5  # of a shape whose orders are tried
 MOST_VIEWS = 8  # one after the other
 PADDED = {"constant_pad_nd", "cat"}
+KEEPS_AN_AXIS = {
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "logsumexp",
+    "linalg_vector_norm",
+    "norm",
+}  # keepdim=True
 RESHAPED = {"view", "_unsafe_view", "reshape"}
 MOVED = RESHAPES | {"slice", "select"}
 CHANNELS_SECOND = ("convolution", "upsample_", "native_batch_norm", "cudnn_batch_norm")
@@ -129,8 +140,19 @@ def _crossed(flow: Flow, op: Operation) -> tuple[tuple[int, ...], tuple[int, ...
     made = flow.tape.slots[refs[0] if named else op.makes[0]].shape
     if squeezed(made) != (count, count):
         return None
-    both = all(slot in flow.tracked for slot in refs)  # two predictions: all pairs of them may be meant
-    return None if both else (first, second)
+    column = slots[0] if len(first) > len(second) else slots[1]
+    both = all(slot in flow.tracked for slot in refs)
+    return None if both and is_made_a_column(flow, column) else (first, second)
+
+
+def is_made_a_column(flow: Flow, slot: int) -> bool:
+    """Of two predictions all pairs may be meant: whoever means them makes a column of one, or keeps an axis of one."""
+    maker = flow.maker(flow.behind(slot, ("neg", "mul", "div", "alias", "clone", "_to_copy")))
+    if maker is None or not flow.reads(maker):
+        return False
+    if maker.name in ("unsqueeze", *RESHAPED):
+        return len(squeezed(flow.tape.slots[flow.reads(maker)[0]].shape)) == 1
+    return maker.name in KEEPS_AN_AXIS
 
 
 def one_row_for_all(evidence: Evidence) -> Iterator[Verdict]:

@@ -1,4 +1,4 @@
-"""Do stored data stay as they were? Rows that are all one array; parts of the data that are changed where they lie."""
+"""Do stored data stay as they were? Rows that are all one array; data, or parts of them, changed where they lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradproof.tape.operations import Line, Operation
 
 
 def are_data_kept_as_they_were(evidence: Evidence) -> Iterator[Verdict]:
-    yield from causes_of(each(evidence, rows_that_are_one, parts_that_are_changed))
+    yield from causes_of(each(evidence, rows_that_are_one, parts_that_are_changed, what_is_given_is_changed))
 
 
 # rows -------------------------------------------------------------------------------------------------------
@@ -149,7 +149,17 @@ def appending_line(line: Line | None) -> Line | None:
 # parts ------------------------------------------------------------------------------------------------------
 
 # what goes by the old value; a buffer that is overwritten may be meant so
-ALTERS = ("add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "clamp_min_")
+ALTERS = (
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "masked_fill_",
+    "clamp_",
+    "clamp_min_",
+    "index_add_",
+    "scatter_add_",
+)
 CUTS = ALIASES | {"narrow", "unbind", "split"}
 TIMES = 3  # cuts that were written to a second time
 LOOK_AT = 4096  # entries of the data, to know them again
@@ -215,6 +225,63 @@ def writes_into_data(evidence: Evidence) -> Iterator[tuple[Operation, int, tuple
             continue
         if not is_written_by_the_network(evidence, slot.storage):
             yield op, leaf, cut_of(evidence, slot.index, leaf)
+
+
+# the whole --------------------------------------------------------------------------------------------------
+
+CARRIED = 3  # taped steps in a row that began with what the one before had left
+LIKE = 0.8  # correlation of what a step left and what the next one was given; batches that were drawn anew have less
+
+
+@dataclass
+class Given:
+    """What one tensor held before and after a step, and at how many steps it began with what was left in it."""
+
+    before: Tensor
+    after: Tensor
+    carried: int = 0
+
+
+def what_is_given_is_changed(evidence: Evidence) -> Iterator[Verdict]:
+    """`out = x; out.index_add_(...)` in a forward: the script's own data are what the last step made of them."""
+    known: dict[tuple[int, ...], Given] = evidence.memory.setdefault("given", {})
+    tape = evidence.tape
+    given = {slot.storage: slot.index for slot in tape.inputs if slot.shape and slot.index in tape.memory_of}
+    given = {storage: leaf for storage, leaf in given.items() if leaf in evidence.flow.inputs}
+    for op in evidence.forward:
+        leaf = given.get(evidence.slot(op.writes[0]).storage) if op.name in ALTERS and op.writes else None
+        if leaf is None or evidence.slot(op.writes[0]).shape != evidence.slot(leaf).shape:
+            continue
+        del given[evidence.slot(leaf).storage]
+        if is_written_by_the_network(evidence, evidence.slot(leaf).storage):
+            continue
+        before = tape.leaf_value(leaf).double().flatten().cpu()
+        after = evidence.flow.play(evidence.forward).value(leaf).detach().double().flatten().cpu()
+        shape = evidence.slot(leaf).shape
+        last = known.get(shape)
+        now = known[shape] = Given(before, after)
+        if last is None or torch.equal(before, last.before):
+            continue
+        now.carried = last.carried + 1 if like(before, last.after) else 0
+        if now.carried >= CARRIED:
+            sizes = [float(each.before.abs().mean()) for each in (last, now)]
+            yield confirmed(
+                "aliasing-or-inplace/stored-data-changed",
+                f"{op.name} changes the {list(shape)} that the model is given where they lie, and the next step begins "
+                f"with what it left: their mean size went from {sizes[0]:.3g} to {sizes[1]:.3g}",
+                where=place_of(op.module, op.line),
+                confidence="proven",  # written into the memory of the data, and read again
+            )
+            return
+
+
+def like(one: Tensor, other: Tensor) -> bool:
+    """Whether two follow each other, whatever their sizes; what is not finite is what became of something."""
+    pair = torch.stack([one, other])
+    size = pair.abs().amax(1, keepdim=True)
+    if not bool(torch.isfinite(pair).all()) or not bool((size > 0).all()):
+        return False
+    return float(torch.corrcoef(pair / size)[0, 1]) >= LIKE
 
 
 def is_written_by_the_network(evidence: Evidence, storage: int) -> bool:

@@ -203,7 +203,7 @@ REPLAYS = (
         REPLAY, needs=("optimizers", "losses", "whole updates"), core=True),
     Question("does_the_optimizer_do_what_was_meant", "meaning",
         "Does the optimizer do what was meant: decay, and rates of the layers?",
-        ("optimizer-config: decay-share shrinks groups-swapped",),
+        ("optimizer-config: worn-away decay-share shrinks groups-swapped",),
         REPLAY, 3, ("parameters", "optimizers", "whole updates"), core=True, times=3,
         again="decay-share shrinks"),
     Question("is_the_update_the_textbooks", "update_rule",
@@ -299,7 +299,7 @@ DIFFERENTIATES = (
     Question("which_positions_count", "positions",
         "Do words, sequences, classes and measured entries count in the loss, and padding and gaps not?",
         ("loss-mask-error: padding-counts inverted rest-left-out sequences-without-targets class-left-out "
-         "missing-entries-count mean-over-all frames-left-out",),
+         "missing-entries-count mean-over-all frames-left-out blank-in-targets",),
         DIFFERENTIATE, needs=("targets",), core=True),
     Question("is_it_precision", "lost_digits",
         "Do gradients and updates survive half precision?",

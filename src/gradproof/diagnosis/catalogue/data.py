@@ -56,6 +56,11 @@ CAUSES = (
                 "padding",
             ),
             ("mean-over-all", "(loss * mask).sum() / mask.sum()"),
+            (
+                "blank-in-targets",
+                "number the symbols from 1, or give ctc_loss a blank of its own, and the scores one class more: "
+                "blank=len(symbols)",
+            ),
         ),
         raised_by=("loss_not_improving",),
         of_structure=True,

@@ -71,6 +71,11 @@ CAUSES = (
             ("momentum", "use momentum 0.9"),
             ("weight-decay", "use a weight decay of at most 1e-2 with AdamW, 5e-4 with SGD"),
             (
+                "worn-away",
+                "use AdamW, which keeps the decay apart from the gradient, or a decay of 1e-5 or less, and none on "
+                "embeddings",
+            ),
+            (
                 "shrinks",
                 "decay by lr * weight_decay at a step, not by weight_decay alone; 0.01 to 0.1 is usual for AdamW",
             ),
