@@ -165,3 +165,22 @@ def test_a_softmax_over_time_before_a_loss_over_classes(axis):
     make = lambda: F.nll_loss(model(x).log_softmax(axis).view(-1, 5), y.view(-1))  # noqa: E731
     found = confirmed_ids(do_shapes_meet, evidence_of(model, make))
     assert found == ([] if axis == 2 else ["axis-or-shape-error/softmax-axis"])
+
+
+def test_noisy_pictures_whose_channels_lay_last():
+    """Noise of five times the signal: no neighbour knows much of another, and all together tell."""
+    torch.manual_seed(0)
+    smooth = nn.functional.interpolate(torch.randn(48, 3, 6, 6), (32, 32), mode="bilinear")
+    pictures = smooth + 2.5 * torch.randn(48, 3, 32, 32)
+    last = pictures.permute(0, 2, 3, 1).contiguous()
+    assert another_order(last.view(48, 3, 32, 32))[0] == (32, 32, 3)
+    stripes = torch.sin(3.1 * torch.arange(32.0)[:, None] + 6 * torch.rand(48, 3, 1, 1)).expand(48, 3, 32, 32)
+    for healthy in (
+        pictures,
+        smooth,
+        stripes,
+        stripes.mT,
+        torch.randn(48, 3, 32, 32),
+        last.permute(0, 3, 1, 2),
+    ):
+        assert another_order(healthy.contiguous()) is None

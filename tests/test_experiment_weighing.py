@@ -1,7 +1,8 @@
-"""Class weights that grow with the frequency of the class, and ones that balance or prefer."""
+"""Class weights that grow with the frequency, and ones that balance or prefer; terms that drown others."""
 
 import pytest
 import torch
+from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
@@ -79,3 +80,45 @@ def test_a_rare_yes_that_weighs_less():
 )
 def test_a_yes_that_is_balanced_or_meant(make_weight):
     assert not tag(make_weight)
+
+
+class Autoencoder(nn.Module):
+    """Blurs of 64 entries through a code of 4: by two matrices, or by a convolution and a recurrence."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.encode = nn.Linear(64, 8) if kind == "matrices" else nn.Conv1d(1, 8, 64)
+        self.decode = nn.Linear(4, 64) if kind == "matrices" else nn.GRU(4, 64, batch_first=True)
+
+    def forward(self, x):
+        mean, log_variance = self.encode(x if self.kind == "matrices" else x[:, None]).view(-1, 8).chunk(2, 1)
+        code = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        out = self.decode(code if self.kind == "matrices" else code[:, None])
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+        return (out if self.kind == "matrices" else 2 * out[0][:, 0]), divergence
+
+
+@pytest.mark.parametrize("kind", ["matrices", "recurrence"])
+@pytest.mark.parametrize("weigh", ["drowned", "summed", "small weight", "early"])
+def test_a_divergence_that_drowns_a_comparison(kind, weigh):
+    torch.manual_seed(0)
+    patterns, model = torch.rand(4, 64).round(), Autoencoder(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    draw = lambda: torch.rand(32, 4).softmax(1).pow(2) @ patterns  # noqa: E731
+
+    def loss():
+        x = draw()
+        made, divergence = model(x)
+        error = nn.functional.mse_loss(made, x, reduction="sum" if weigh == "summed" else "mean")
+        if weigh == "summed":
+            return error / 32 + divergence
+        return error + (1e-3 if weigh == "small weight" else 1) * divergence
+
+    for _ in range(0 if weigh == "early" else 300):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    evidence = evidence_of(model, loss, step=1 if weigh == "early" else 316, optimizer=optimizer)
+    found = confirmed_ids(are_terms_weighed_alike, evidence)
+    assert found == (["loss-scale-or-sign/one-term-drowns"] if weigh == "drowned" else [])

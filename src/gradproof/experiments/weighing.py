@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, first_of
-from gradproof.experiments.instruments.weights import take_apart
+from gradproof.experiments.flow import VIEWS, Comparison, Flow
+from gradproof.experiments.instruments.hearing import Statistics, alike_along, exchange, outcome
+from gradproof.experiments.instruments.weights import Term, take_apart
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Ref
 
 FAMILY = "loss-scale-or-sign"
 SMALLEST = 4  # samples: of fewer, a sum weighs little more than a mean
 LITTLE = 0.1  # that an entry of a sum counts: less is a weight that somebody chose
+SETTLED = 300  # steps: before, a network has learned the mean of its targets and little else
+MANY = 16  # entries that a comparison is averaged over: by less, nobody is drowned
+DEAF = 0.05  # of the way to another sample's target
 APART = 1.5  # between the largest weight and the smallest: less changes little
 UNEVEN = 3.0  # between the most frequent class and the rarest: less may be chance
 LIKE = 0.95  # correlation of their logarithms: a power of the frequency, not a wish for one class
@@ -24,9 +29,8 @@ ENOUGH = 50  # targets a class, to know how often they come
 
 
 def are_terms_weighed_alike(evidence: Evidence) -> Iterator[Verdict]:
-    yield from first_of(
-        look(evidence) for look in (one_term_is_summed, frequent_classes_weigh_more, rare_answers_weigh_less)
-    )
+    looks = (one_term_is_summed, one_term_drowns, frequent_classes_weigh_more, rare_answers_weigh_less)
+    yield from first_of(look(evidence) for look in looks)
 
 
 def one_term_is_summed(evidence: Evidence) -> Verdict | None:
@@ -49,6 +53,65 @@ def one_term_is_summed(evidence: Evidence) -> Verdict | None:
                 confidence="likely",
             )
     return None
+
+
+def one_term_drowns(evidence: Evidence) -> Verdict | None:
+    """A comparison averaged over all entries, beside a term summed over what each sample has (a divergence, say): the
+    comparison weighs as little as it has entries, and the network may give up to hear its input at all."""
+    flow = evidence.flow
+    batch = evidence.slot(flow.inputs[0]).shape[0] if flow.inputs else 0
+    if evidence.step < SETTLED or batch < SMALLEST:
+        return None
+    for root in evidence.tape.loss_slots:
+        terms = take_apart(flow, root)
+        averaged = [(t, c) for t in terms for c in flow.comparisons if t.mean and t.operation is c.operation]
+        summed = [t for t in terms if t.weight * batch > LITTLE and sums_entries(flow, t, batch)]
+        for term, comparison in averaged if summed else ():
+            entries, heard = math.prod(term.operand) // batch, how_much_is_heard(evidence, comparison)
+            if entries < MANY or heard is None or not heard < DEAF:
+                continue
+            return confirmed(
+                f"{FAMILY}/one-term-drowns",
+                f"{term.operation.name} is averaged over the {entries} entries of each sample, the other term "
+                f"({summed[0].operation.line}) is summed over what each has: the first weighs {entries} times less",
+                f"and predictions no longer depend on their inputs: with another sample's input they move "
+                f"{100 * heard:.2g} % of the way between the two targets",
+                where=place_of("", term.operation.line),
+                confidence="likely",  # by how much each weighs is certain, that it was not meant is not
+            )
+    return None
+
+
+def sums_entries(flow: Flow, term: Term, batch: int) -> bool:
+    """Whether a term is averaged over the samples, and is a sum over the entries of each."""
+    reads = flow.reads(term.operation)
+    inner = flow.maker(flow.behind(reads[0], VIEWS)) if reads else None
+    if inner is None or inner.name != "sum" or not term.is_averaged_over(batch):
+        return False
+    whole = flow.tape.slots[flow.reads(inner)[0]].shape
+    return term.operand == (batch,) and whole[0] == batch and math.prod(whole) > batch
+
+
+def how_much_is_heard(evidence: Evidence, comparison: Comparison) -> float | None:
+    """How far a prediction moves when it is given another sample's input, by the way between their targets."""
+    flow = evidence.flow
+    slots = alike_along(flow, 0)
+    count = flow.tape.slots[slots[0]].shape[0] if slots else 0
+    statistics = Statistics(flow)
+    before = outcome(flow, [comparison.prediction, comparison.target], look=statistics.keep)
+    target = before.get(comparison.target)
+    if target is None or count < 2 or len(target) != count:
+        return None
+    there, here = count // 2, 0
+    leaves = exchange(flow, slots, 0, here, there)
+    after = outcome(flow, [comparison.prediction], leaves, statistics.put_back) if leaves else {}
+    if comparison.prediction not in after:
+        return None
+    is_score = comparison.operation.name.endswith("with_logits")
+    scale = torch.sigmoid if is_score else lambda value: value
+    old, new = (scale(v[comparison.prediction][here].double()) for v in (before, after))
+    way = float((target[there].double() - target[here].double()).norm())
+    return float((new - old).norm()) / way if way > 0 else None
 
 
 def frequent_classes_weigh_more(evidence: Evidence) -> Verdict | None:

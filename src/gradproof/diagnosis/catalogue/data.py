@@ -114,6 +114,11 @@ CAUSES = (
             ("policy-sign", "minimise the negative: loss = -(log_prob * advantage).mean()"),
             ("sign", "remove the minus sign in front of the loss, or pass maximize=True"),
             ("entropy-sign", "subtract it: loss = policy_loss - coefficient * entropy"),
+            (
+                "one-term-drowns",
+                "sum both over the entries of a sample and average over the batch: "
+                "F.mse_loss(x_hat, x, reduction='sum') / len(x) + kl.sum(1).mean()",
+            ),
         ),
         raised_by=("loss_rising",),
     ),

@@ -19,6 +19,9 @@ from torch import Tensor
 FEWEST_SAMPLES = 12  # of fewer, strangers are alike by chance
 TIED = 0.5  # neighbours of a series or a picture
 APART = 0.35  # less, where one row has ended and another begins
+CHANNELS, SIDE = 4, 8  # of a picture: at most so many colours, at least so many pixels
+KNOWN = 20.0  # standard errors of a correlation: one of a picture stands for many that are alike
+FAR = 3.0  # times what pixels know of those that are said to be below them
 MOST_NUMBERS = 1 << 22  # of a batch: enough of its samples are taken
 SHUFFLES = 16
 SURE = 5.0  # standard deviations of what shuffled tokens know of each other
@@ -46,7 +49,29 @@ def another_order(batch: Tensor) -> tuple[tuple[int, ...], float, float] | None:
     if len(batch) < FEWEST_SAMPLES or not 3 <= batch.dim() <= 4 or not batch.is_floating_point():
         return None
     turned = (batch, batch.movedim(1, -1), batch.movedim(-1, 1))
-    return next((found for each in turned if (found := _another_order(each)) is not None), None)
+    found = next((found for each in turned if (found := _another_order(each)) is not None), None)
+    return found or _viewed_picture(batch)
+
+
+def _viewed_picture(batch: Tensor) -> tuple[tuple[int, ...], float, float] | None:
+    """Pictures whose channels lay last, viewed as if they lay first: however noisy they are, a pixel knows of the pixel
+    beside it and of the one below, and here of those that would be there if the channels lay last."""
+    if batch.dim() != 4 or not 2 <= batch.shape[1] <= CHANNELS or min(batch.shape[2:]) < SIDE:
+        return None
+    channels, height, width = batch.shape[1:]
+    beside, below, viewed = (
+        _known_at(batch, lag) for lag in (channels, width * channels, width)
+    )  # as they lay, twice; and below, as they lie
+    error = 1 / math.sqrt(len(batch) * channels * height * width)
+    if min(beside, below) > max(KNOWN * error, FAR * abs(viewed)):
+        return (height, width, channels), min(beside, below), viewed
+    return None
+
+
+def _known_at(batch: Tensor, lag: int) -> float:
+    tied = ties(batch, lag)
+    tied = tied[tied.isfinite()]
+    return float(tied.mean()) if len(tied) else 0.0
 
 
 def _another_order(batch: Tensor) -> tuple[tuple[int, ...], float, float] | None:
