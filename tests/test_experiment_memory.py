@@ -1,5 +1,6 @@
 """Stacks of one buffer, targets changed together with inputs; and clones."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,52 @@ def test_noise_scaled_in_place_is_the_target_too(in_place):
         return (model(mixed) - noise).pow(2).mean()
 
     assert ids(verdicts(model, loss)) == ({"aliasing-or-inplace/target-changed"} if in_place else set())
+
+
+def preferred(policy, reference, x, y):
+    """The margin of two answers against that of a reference, as preference tuning has it."""
+
+    def log_probability(model, answer):
+        return model(x).log_softmax(-1).gather(1, answer[:, None]).squeeze(1)
+
+    with torch.no_grad():
+        held = [log_probability(reference, answer) for answer in (y, 1 - y)]
+    learned = [log_probability(policy, answer) for answer in (y, 1 - y)]
+    return -F.logsigmoid((learned[0] - held[0]) - (learned[1] - held[1])).mean()
+
+
+def taught(policy, teacher, x, y):
+    with torch.no_grad():
+        wanted = teacher(x).tanh()
+    return F.mse_loss(policy(x).tanh(), wanted) + F.cross_entropy(policy(x), y)
+
+
+@pytest.mark.parametrize("make_loss", [preferred, taught])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_network_that_is_its_own_reference(make_loss, copied):
+    torch.manual_seed(0)
+    policy, x, y = nn.Linear(4, 2), torch.randn(12, 4), torch.randint(0, 2, (12,))
+    reference = copy.deepcopy(policy) if copied else policy
+    found = ids(verdicts(policy, lambda: make_loss(policy, reference, x, y)))
+    assert found == (set() if copied else {"aliasing-or-inplace/compared-with-itself"})
+
+
+def test_ratios_and_detached_twins_are_equal_on_purpose():
+    torch.manual_seed(0)
+    policy, x, done = nn.Linear(4, 2), torch.randn(12, 4), torch.randint(0, 2, (12,))
+    gain = torch.randn(12)
+
+    def ratio():
+        log = policy(x).log_softmax(-1).gather(1, done[:, None]).squeeze(1)
+        with torch.no_grad():
+            old = policy(x).log_softmax(-1).gather(1, done[:, None]).squeeze(1)
+        return -((log - old).exp() * gain).mean()
+
+    def surrogate():
+        out = policy(x)
+        return (out - out.detach()).mul(gain[:, None]).mean() + (out.round() + (out - out.detach())).pow(
+            2
+        ).mean()
+
+    for make_loss in (ratio, surrogate):
+        assert not ids(verdicts(policy, make_loss))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each
-from gradproof.experiments.flow import ALIASES, RESHAPES
+from gradproof.experiments.flow import ALIASES, RESHAPES, VIEWS
 from gradproof.experiments.instruments.source import forward_line
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Line, ModuleCall, Operation, references
@@ -20,7 +20,8 @@ from gradproof.tape.operations import Line, ModuleCall, Operation, references
 
 def do_two_things_share_memory(evidence: Evidence) -> Iterator[Verdict]:
     """A stack of one buffer is proof; so are two views that are one tensor; a target changed in place, a warning."""
-    yield from causes_of(each(evidence, one_buffer, stacks_of_one_array, two_views_that_are_one))
+    looks = (one_buffer, stacks_of_one_array, two_views_that_are_one, compared_with_itself)
+    yield from causes_of(each(evidence, *looks))
 
 
 def one_buffer(evidence: Evidence) -> Verdict | None:
@@ -395,3 +396,39 @@ def are_equal(evidence: Evidence, one: int, two: int) -> bool:
     if one not in found or two not in found or not found[one].is_floating_point():
         return False
     return torch.equal(found[one], found[two]) and bool((found[one] != found[one].reshape(-1)[0]).any())
+
+
+# one network for two ----------------------------------------------------------------------------------------
+
+SOME = 4  # entries that are compared
+
+
+def compared_with_itself(evidence: Evidence) -> Verdict | None:
+    """A reference, teacher or target network that is the trained one: passed through twice, what both give is the same.
+
+    exp(new - old) is what a policy's gradient is made of, and is 1 on purpose; so is x - x.detach() of one pass.
+    """
+    flow = evidence.flow
+    parameters = {slot.index for slot in evidence.tape.parameters}
+    ratios = {slot for op in flow.operations if op.name == "exp" for slot in flow.reads(op)}
+    for op in flow.operations:
+        pair = flow.reads(op)[:2] if op.name in COMPARES else []
+        if len(pair) != 2 or flow.tail.isdisjoint(pair) or not ratios.isdisjoint(flow.makes(op)):
+            continue
+        learned, held = sorted(pair, key=lambda slot: slot not in flow.tracked)
+        shape = evidence.slot(held).shape
+        if learned not in flow.tracked or held in flow.tracked or math.prod(shape) < SOME:
+            continue
+        if flow.behind(learned, VIEWS) == flow.behind(held, VIEWS) or evidence.slot(learned).shape != shape:
+            continue
+        used = [flow.ancestors(slot) & parameters for slot in (learned, held)]
+        found = flow.values([learned, held]) if used[0] and used[0] == used[1] else {}
+        if len(found) == 2 and torch.equal(found[learned], found[held]) and bool(found[held].any()):
+            return confirmed(
+                "aliasing-or-inplace/compared-with-itself",
+                f"{op.name} puts what the network gives beside what the very same {len(used[0])} parameters give "
+                f"without gradient: all {math.prod(shape)} entries are equal, as they will be at every step",
+                where=place_of(op.module, op.line),
+                confidence="proven",  # the same tensors
+            )
+    return None

@@ -291,6 +291,11 @@ CAUSES = (
                 "copy before changing: x = self.x[i].copy() (or .clone()), or x = x + noise in place of x += noise",
             ),
             (
+                "compared-with-itself",
+                "make the reference a copy before training begins: "
+                "reference = copy.deepcopy(model).requires_grad_(False)",
+            ),
+            (
                 "average-of-itself",
                 "copy the weights when the average is made: v.detach().clone(), or copy.deepcopy(model)",
             ),
