@@ -229,6 +229,23 @@ def test_oscillation_is_told_from_noise(tmp_path, written):
         assert list(symptoms.loss_oscillating(calm)) == []
 
 
+@pytest.mark.parametrize(
+    "end, confidence, level",
+    [
+        ({}, "likely", "warning"),
+        ({"stopped_after": 60}, "likely", "note"),
+        ({"exit_code": 130}, "likely", "note"),
+        ({"stopped_after": 60}, "proven", "warning"),
+    ],
+)
+def test_a_slow_rate_is_no_trouble_of_a_run_that_was_cut_short(written, end, confidence, level):
+    run = written(loss=np.linspace(2.0, 1.8, 60))
+    said = {"family": "lr-too-low", "id": "lr-too-low/tiny-steps", "verdict": "confirmed", "level": "warning"}
+    run.event("verdict", **said, confidence=confidence, evidence=["it falls"], step=9)
+    run.writer.set_info(**end)
+    assert [f.level for f in diagnose(run.read()).causes] == [level]
+
+
 def test_a_spike_is_noted_with_its_step(written):
     loss = FALLING + 0.01 * NOISE[:60]
     loss[40] = 30.0

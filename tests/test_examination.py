@@ -13,6 +13,7 @@ from torch import nn
 from gradproof.diagnosis.findings import Exclusion
 from gradproof.diagnosis.ranking import diagnose, exclusion_of_verdict
 from gradproof.examination import examiner
+from gradproof.examination.process import TIME_OVER, WorkerLost
 from gradproof.experiments import owners
 from gradproof.experiments.evidence import confirmed, excluded
 from gradproof.probes import taping as taping_module
@@ -265,3 +266,18 @@ def test_memory_that_ran_out_beside_a_training_is_asked_for_again_and_else_it_ha
     assert {e["outcome"] for e in asked} == (set() if trains else {"failed"})
     asks.ask_again_what_had_to_wait()
     assert bool(asks.jobs()) == trains
+
+
+def test_a_question_that_the_end_cut_off_has_not_failed_and_is_asked_again(tmp_path):
+    examine(tmp_path / "run", lambda: regression(steps=4), questions=("where_was_it_born",))
+    worker = Crowded()
+
+    def ask(limit, what, **request):
+        raise WorkerLost(TIME_OVER)
+
+    worker.ask = ask
+    asks = examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",))
+    asks.ask_all()
+    asked = [e for e in open_run(tmp_path / "run").events if e.get("question") == "do_shapes_meet"]
+    assert {(e["outcome"], e["reason"]) for e in asked} == {("not asked", TIME_OVER)}
+    assert examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",)).jobs()

@@ -57,6 +57,34 @@ def test_a_rate_that_crawls_only_at_first_is_warming_up():
     assert all(v.if_troubled for v in said if v.id == "lr-too-low/tiny-steps")
 
 
+@pytest.mark.parametrize("turns", [True, False])
+def test_of_players_that_take_turns_no_loss_has_to_fall(turns):
+    """The same two optimizers, one after the other, on one loss: that crawls."""
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-5) for m in (judge, maker)]
+    taken, wants = iter(range(60)), nn.functional.binary_cross_entropy_with_logits
+
+    def step():
+        judges = not turns or next(taken) % 2 == 0
+        fakes, answer = maker(torch.rand(32, 1)), torch.zeros(32, 1)
+        real = wants(judge(4 + torch.randn(32, 1)), answer + 1)
+        if not turns:
+            loss = real + wants(judge(fakes), answer)
+        else:
+            loss = real + wants(judge(fakes.detach()), answer) if judges else wants(judge(fakes), answer + 1)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers if not turns else [optimizers[not judges]]:
+            optimizer.step()
+        return loss.detach()
+
+    said = examine(is_the_step_too_long_or_short, nn.ModuleList([maker, judge]), optimizers, step, steps=30)
+    crawling = [v for v in said if v.id == "lr-too-low/tiny-steps"]
+    assert crawling and any(not v.if_troubled for v in crawling) is not turns
+
+
 def test_an_objective_without_a_floor_falls_straight_and_proves_nothing():
     assert straight_until(1.0, {10.0: 0.999, 100.0: 0.99, 1000.0: 0.9}) == 1000
     assert straight_until(1.0, {10.0: 0.99, 100.0: 0.9, 1000.0: 1.5}) == 100

@@ -114,6 +114,8 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
     recorded = {suspect for s in symptoms if s.name in RECORDED for suspect in s.suspects}
     found = add_suspicions(found, findings_of_symptoms(symptoms, excluded, len(run)), recorded)
+    if cut_short(run):
+        found = [as_a_run_that_goes_on(finding) for finding in found]
     in_trouble = {v.get("id") for v in verdicts if v["verdict"] == "confirmed" and v.get("if_troubled")}
     found = behind_a_rate_that_died(found, in_trouble & {f.id for f in found})
     found = fold_consequences(
@@ -138,6 +140,17 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         script=script_of(run),
     )
     return name_cells(diagnosis, run.info.get("cells") or {})
+
+
+def cut_short(run: Run) -> bool:
+    """Whether the script had more steps to take when `--steps` or Ctrl-C ended it."""
+    return "stopped_after" in run.info or run.info.get("exit_code") == 130
+
+
+def as_a_run_that_goes_on(finding: Finding) -> Finding:
+    """Steps that are short, and lead down, are no fault of a run that had many more to take."""
+    slow = finding.family == "lr-too-low" and finding.level == "warning" and finding.confidence != "proven"
+    return replace(finding, level="note") if slow else finding
 
 
 def script_of(run: Run) -> str:

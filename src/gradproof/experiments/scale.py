@@ -24,6 +24,7 @@ FAMILY = "input-or-target-scale"
 LARGE = 30.0  # root mean square of a feature; standardised ones have 1
 TINY = 0.02
 HUGE = 100.0  # so large that a troubled run needs no other reason
+FEWEST_PIXELS = 64  # of an image, 8 × 8
 LITTLE = 0.2  # of the targets' variance or entropy explained, late
 NORMS = {
     "native_batch_norm", "native_layer_norm", "_native_batch_norm_legit", "native_group_norm", "cudnn_batch_norm",
@@ -155,7 +156,8 @@ def is_mask(value: Tensor) -> bool:
 def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | None) -> Iterator[Verdict]:
     where = evidence.flow.origin(slot)
     low, high = float(value.min()), float(value.max())
-    if 30 < high <= 255 and low >= 0 and bool((value == value.round()).all()):
+    bright = 30 if value[0].numel() >= FEWEST_PIXELS else 200  # a table of counts seldom ends just below 256
+    if bright < high <= 255 and low >= 0 and bool((value == value.round()).all()):
         yield confirmed(
             f"{FAMILY}/pixels-to-255",
             f"the inputs are whole numbers from {low:g} to {high:g}: pixels that were not scaled",

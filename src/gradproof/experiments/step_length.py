@@ -180,9 +180,20 @@ def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) 
 def crawls_everywhere(evidence: Evidence) -> bool:
     """No taped step, early or late, felt the loss's curvature at a hundred times its length, and the loss has hardly
     fallen; or at a thousand times, and half of it or more is left. A rate that warms up, is decayed, or suits a run
-    near its end does not look so from first to last."""
+    near its end does not look so from first to last. Players that take turns have losses of their own, and each stands
+    where the other holds it."""
+    if take_turns(evidence):
+        return False
     straight, losses = evidence.memory["straight probes"], [x for x in evidence.losses if math.isfinite(x)]
     if len(straight) < 4 or len(losses) < 20 or not sum(losses[:5]) > 0:
         return False
     left = sum(losses[-5:]) / sum(losses[:5])
     return min(straight) >= (100.0 if left > 0.8 else 1000.0) and left > 0.5
+
+
+def take_turns(evidence: Evidence) -> bool:
+    """Whether an optimizer of this training changed nothing in this step, in which another did."""
+    slots = evidence.specimen.skeletons.by_slot()
+    moved = {id(slots[slot]) for slot in evidence.tape.stepped if slot in slots}
+    owned = [[p for group in o.param_groups for p in group["params"]] for o in evidence.optimizers]
+    return bool(moved) and any(mine and not any(id(p) in moved for p in mine) for mine in owned)

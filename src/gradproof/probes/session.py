@@ -459,6 +459,7 @@ class Session:
             for line in self.helper.announcements():
                 print_instead(rename_cells(line, self.cells))
         if self.stop_after is not None and self.step >= self.stop_after:
+            self.writer.set_info(stopped_after=self.step)
             raise SystemExit(0)
 
     def _look_before_update(self, bad: bool) -> None:

@@ -255,6 +255,7 @@ INFO: dict[str, Shape] = {
     "ended": finite,
     "failure": maybe(text),
     "raised": record({}, {"type": name, "text": text, "line": name}),
+    "stopped_after": whole,  # steps, by whoever watched
     "cost": COST,
     "parameters": list_of(parameter),
     "optimizers": list_of(OPTIMIZER),
