@@ -46,13 +46,13 @@ def leaf(tape: Tape, name: str) -> Tensor | None:
 
 def left_by(tape: Tape, name: str) -> Tensor | None:
     """What a step makes of a parameter, every recorded operation done again."""
-    slot, found = tape.leaf_named.get(name), list[Tensor]()
+    slot, found = tape.leaf_named.get(name, -1), list[Tensor]()
 
     def look(player: Player) -> None:
         with suppress(CannotReplay):
             found.append(player.value(slot).detach().clone())
 
-    if slot is not None:
+    if slot >= 0:
         replay_exactly(tape, at={len(tape.operations): [look]}, compare=False)
     return found[0] if found else None
 
