@@ -3,8 +3,8 @@
     python tests/killed_ranks.py FOLDER MOMENTS SEED
 
 One process imports everything, forks two ranks for each moment, and prints one JSON line for each: who was ended, how
-many steps it had ended by its own account, and how the other one came to its end. Every fifth moment is without
-gradproof, for comparison.
+many steps it had ended by its own account, and how the other one came to its end. After every fifth moment, there is
+one without gradproof, for comparison.
 """
 
 import json
@@ -22,7 +22,7 @@ import gradproof.probes.script as script
 from gradproof.probes import autoload, helper, hooks, taping, watch  # noqa: F401  imported once, before the forks
 
 STEPS = 40
-PLAIN = 5  # every so many moments, nobody watches
+PLAIN = 5  # after every so many moments, one at which nobody watches
 TRAIN = """
 import os, sys, time
 import torch
@@ -107,17 +107,15 @@ def one_moment(folder: Path, draw: random.Random, watched: bool, lasts: float) -
 
 def main() -> None:
     folder, moments, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    draw, found, tried, lasts = random.Random(seed), 0, 0, 0.4
-    while found < moments:
-        watched = found % PLAIN != PLAIN - 1
-        made = one_moment(folder / f"moment{tried}", draw, watched, lasts)
-        tried += 1
-        if made is None:
-            lasts *= 0.9
-            continue
-        lasts *= 1.03
-        found += 1
-        print(json.dumps(made), flush=True)
+    draw, tried, lasts = random.Random(seed), 0, 0.4
+    for number in range(moments):
+        for watched in (True, False) if number % PLAIN == PLAIN - 1 else (True,):
+            made = None
+            while made is None:
+                made = one_moment(folder / f"moment{tried}", draw, watched, lasts)
+                tried += 1
+                lasts *= 0.9 if made is None else 1.03
+            print(json.dumps(made), flush=True)
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ PLANTED = {
     no_set_epoch: ("distributed-desync/set-epoch", "rank_trainings.py"),
     other_lengths: ("distributed-desync/different-lengths", "rank_trainings.py"),
     other_mode: ("distributed-desync/mode", "rank_trainings.py"),
-    other_dtype: ("distributed-desync/dtype", ""),
+    other_dtype: ("distributed-desync/dtype", "0.weight (rank_trainings.py:"),
     small_batch_norm: ("normalization-error/not-synchronised", "1"),
     own_buffers: ("distributed-desync/buffers", "running"),
     nan_on_rank_1: ("forward-nonfinite/one-rank", "rank_trainings.py"),

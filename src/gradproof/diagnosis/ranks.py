@@ -483,23 +483,27 @@ def set_up_differently(ranks: Ranks, run: Run) -> Iterator[Symptom]:
     for rank, info in ranks.infos.items():
         first = ranks.infos[ranks.numbers[0]]
         if (what := difference_of(first, info)) and rank != ranks.numbers[0]:
-            id, text = what
+            id, name, text = what
             text = f"rank {ranks.numbers[0]} and rank {rank} {text}"
-            yield Symptom("ranks_set_up_differently", "problem", text, 0, None, (f"distributed-desync/{id}",))
+            where = place(name, line_of(run, "step")) if name else None
+            yield Symptom(
+                "ranks_set_up_differently", "problem", text, 0, where, (f"distributed-desync/{id}",)
+            )
             return
 
 
-def difference_of(one: dict, other: dict) -> tuple[str, str] | None:
+def difference_of(one: dict, other: dict) -> tuple[str, str, str] | None:
+    """What two ranks were set up with: the cause, the parameter or file that it is about, and the words."""
     types = {p["name"]: p.get("dtype") for p in one.get("parameters", ())}
     for parameter in other.get("parameters", ()):
-        mine = types.get(parameter["name"])
+        name, mine = parameter["name"], types.get(parameter["name"])
         if mine and parameter.get("dtype") and mine != parameter["dtype"]:
-            return "dtype", f"hold {parameter['name']} as {mine} and as {parameter['dtype']}"
+            return "dtype", name, f"hold {name} as {mine} and as {parameter['dtype']}"
     if (a := one.get("source", {}).get("sha256")) and (b := other.get("source", {}).get("sha256")) and a != b:
-        return "code", f"run different versions of {one['source'].get('file', 'the script')}"
+        return "code", "", f"run different versions of {one['source'].get('file', 'the script')}"
     mine, theirs = (info.get("versions", {}).get("torch") for info in (one, other))
     if mine and theirs and mine != theirs:
-        return "code", f"run torch {mine} and torch {theirs}"
+        return "code", "", f"run torch {mine} and torch {theirs}"
     return None
 
 
