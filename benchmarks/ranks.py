@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--keep", help="a file to which the rounds are added")
+    parser.add_argument("--only", type=int, help="measure so many ranks now; the others are in the file")
     parser.add_argument("--meeting", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.meeting:
@@ -64,7 +65,7 @@ def main() -> None:
     )
     kept = Path(args.keep) if args.keep else None
     rounds: dict[int, list[Round]] = {1: [], args.ranks: []}
-    for world in rounds:
+    for world in [args.only] if args.only else rounds:
         rounds[world] = together(run_ranks(world, sys.argv[1:]))
         if kept is not None:
             with kept.open("a") as lines:
@@ -72,6 +73,8 @@ def main() -> None:
     if kept is not None:
         every = [json.loads(line) for line in kept.read_text().splitlines()]
         rounds = {world: [each for w, each in every if w == world] for world in rounds}
+    if not all(rounds.values()):
+        return
     show(rounds, args.steps)
     if load > 0.5:
         print("\nOther programs were running: wall times are theirs, too, and no verdict on them holds.")
