@@ -4,6 +4,7 @@ A function's name is its run's. PLANTED says what each faulty one must be called
 """
 
 import contextlib
+import ctypes
 import os
 import sys
 import warnings
@@ -324,7 +325,7 @@ PLANTED = {
     no_set_epoch: ("distributed-desync/set-epoch", "rank_trainings.py"),
     other_lengths: ("distributed-desync/different-lengths", "rank_trainings.py"),
     other_mode: ("distributed-desync/mode", "rank_trainings.py"),
-    other_dtype: ("distributed-desync/dtype", ""),
+    other_dtype: ("distributed-desync/dtype", "0.weight (rank_trainings.py:"),
     small_batch_norm: ("normalization-error/not-synchronised", "1"),
     own_buffers: ("distributed-desync/buffers", "running"),
     nan_on_rank_1: ("forward-nonfinite/one-rank", "rank_trainings.py"),
@@ -357,6 +358,74 @@ def log_in_tensor_parallel(rank):
     model = split_by_units(net())
     sgd_ = torch.optim.SGD(model.parameters(), lr=0.05)
     loop(model, sgd_, 1, data=with_a_log)
+
+
+def flipped_in_memory(rank):
+    """A bit of a weight of rank 1 turns between two steps, and no operation has done it."""
+    model = DDP(net())
+    address = model.module[2].weight.data_ptr() + 4 * 3
+
+    def after(step):
+        if rank == 1 and step == 6:
+            ctypes.c_uint32.from_address(address).value ^= 1 << 4
+
+    loop(model, sgd(model), rank, after=after)
+
+
+def computed_wrongly(rank):
+    """Two bits of a weight of rank 1 are others than its update has made: no operation has written them."""
+    model = DDP(net())
+    address = model.module[0].weight.data_ptr() + 4 * 5
+
+    def after(step):
+        if rank == 1 and step == 6:
+            ctypes.c_uint32.from_address(address).value ^= 0b101 << 19
+
+    loop(model, sgd(model), rank, after=after)
+
+
+def flipped_by_code(rank):
+    model = DDP(net())
+
+    def after(step):
+        if rank == 1 and step == 6:
+            model.module[2].weight.data.view(torch.int32)[0, 3] ^= 1 << 4
+
+    loop(model, sgd(model), rank, after=after)
+
+
+def flipped_by_an_address(rank):
+    """Code that PyTorch does not run, and that has asked where the weight lies, as a kernel does."""
+    model = DDP(net())
+
+    def after(step):
+        if rank == 1 and step == 6:
+            ctypes.c_uint32.from_address(model.module[2].weight.data_ptr() + 4 * 3).value ^= 1 << 4
+
+    loop(model, sgd(model), rank, after=after)
+
+
+def other_decay(rank):
+    """Code: from one step on, rank 1 does something else with the same gradients."""
+    model = DDP(net())
+    optimizer = sgd(model)
+
+    def after(step):
+        if rank == 1 and step == 5:
+            optimizer.param_groups[0]["weight_decay"] = 0.1
+
+    loop(model, optimizer, rank, after=after)
+
+
+def clamped_everywhere(rank):
+    """Every rank writes its weights between two steps, and alike."""
+    model = DDP(net())
+
+    def after(step):
+        with torch.no_grad():
+            model.module[2].weight.clamp_(-0.3, 0.3)
+
+    loop(model, sgd(model), rank, after=after)
 
 
 # taped: the operation and its line are named from the specimen of rank 1
@@ -704,6 +773,18 @@ COMPARED = (
 )
 
 
+# taped, with weights that part: what doing the step before again must say, and a part of where
+DONE_AGAIN = {
+    flipped_in_memory: ("distributed-desync/bit-flip", "2.weight"),
+    computed_wrongly: ("distributed-desync/bit-flip", "0.weight"),
+    flipped_by_code: ("distributed-desync/weights-drift", "2.weight (rank_trainings.py:"),
+    flipped_by_an_address: ("distributed-desync/weights-drift", "2.weight (rank_trainings.py:"),
+    written_on_rank_1: ("distributed-desync/weights-drift", "2.weight (rank_trainings.py:"),
+    other_decay: ("distributed-desync/weights-drift", "rank_trainings.py:"),
+}
+NOTHING_PARTS = (wrapped, averaged_by_hand, clamped_everywhere, local_steps)
+
+
 OF_FOUR = (wrapped, fully_sharded, hybrid_sharded, sharded_and_split, tensor_parallel, two_pipelines)
 
 
@@ -739,6 +820,11 @@ def run_all(rank, folder, names=()):
         with watched(Path(folder) / training.__name__, taped=True, only=6):
             training(rank)
         dist.barrier()
+    for training in (*DONE_AGAIN, *NOTHING_PARTS) if WORLD == 2 else ():
+        if not names or training.__name__ in names:
+            with watched(Path(folder) / f"{training.__name__}_taped", taped=True):
+                training(rank)
+            dist.barrier()
     for training in COMPARED if alone else OF_FOUR if WORLD == 4 else ():
         if names and training.__name__ not in names:
             continue

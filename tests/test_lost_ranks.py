@@ -1,17 +1,22 @@
 """A rank that is killed is named with its step, wherever it dies; ranks that hang leave behind who is to blame."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import gradproof
+from gradproof.diagnosis import lost_ranks
+from gradproof.record import flight
 from gradproof.record.flight import BACKWARD, COLLECTIVE, FLIGHT_FILE, FORWARD, SIZE, Recorder, read_flight
 from gradproof.record.last_steps import (
     LARGEST,
@@ -112,6 +117,41 @@ def test_a_killed_rank_is_named_with_its_step(tmp_path, who, step, where):
     assert f"from step 0 to {step - 1} the norm of its gradients went from" in named[0].evidence[0]
     shown = render_overview(open_run(place), 100, False)
     assert f"the last {step} steps, tensor by tensor" in shown and f"step {step - 1}: gradient" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_rank_may_be_killed_at_any_moment(tmp_path, monkeypatch):
+    """The other ends as it does without us, the run opens, and the report says who died in which step.
+
+    GRADPROOF_MOMENTS=50 for as many; each takes some seconds.
+    """
+    moments = os.environ.get("GRADPROOF_MOMENTS", "6")
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "killed_ranks.py"),
+        str(tmp_path / "killed"),
+        moments,
+    ]
+    seed = os.environ.get("GRADPROOF_SEED", "0")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run([*command, seed], env=environment, capture_output=True, text=True, timeout=1800)
+    found = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert sum(moment["watched"] for moment in found) == int(moments), answer.stderr
+    others = {
+        watched: {m["codes"][1 - m["who"]] for m in found if m["watched"] == watched} for watched in (0, 1)
+    }
+    assert others[True] == others[False] == {1}, found
+    later = time.time() + 60
+    for module in (lost_ranks, flight):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: later))
+    for moment in (m for m in found if m["watched"]):
+        causes = gradproof.diagnose(Path(moment["folder"]) / "run").causes
+        named = [cause for cause in causes if cause.id == "distributed-desync/lost-rank"]
+        assert named and f"rank {moment['who']} " in named[0].evidence[0], (moment, causes)
+        # it counts a step as ended in its optimizer.step, the script behind that
+        first, last = moment["steps"][0], moment["steps"][-1]
+        assert first <= named[0].step <= last + 1, (moment, named)
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -249,8 +289,6 @@ def write_rank(path, rank, events, lines="", orders=(), ended=False, seconds=0.1
 @pytest.fixture
 def clock(monkeypatch):
     """Time goes on when it is told to."""
-    from gradproof.diagnosis import lost_ranks
-    from gradproof.record import flight
 
     class Clock:
         now = 1e9

@@ -4,6 +4,7 @@ All trainings run in one pair of processes (tests/rank_trainings.py); what they 
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from conftest import examine_here
 
 import gradproof
+from gradproof.examination.parted import do_again
+from gradproof.examination.worker import Here
 from gradproof.record.prints import PRINTS_FILE, TENSOR_PRINTS_FILE
 from gradproof.record.ranks import find_ranks, read_ranks
 from gradproof.record.run import open_run
@@ -135,6 +138,54 @@ def test_the_specimen_of_a_rank_names_the_operation_and_its_line(trained, traini
         return
     assert merged.id == "forward-nonfinite/one-rank" and merged.where == WHERE_THE_LOG_IS
     assert "rank 1 is the first" in merged.evidence[0] and "nan from log in forward" in merged.evidence[0]
+
+
+@pytest.mark.parametrize("training", rank_trainings.DONE_AGAIN, ids=lambda training: training.__name__)
+def test_a_step_that_is_done_again_tells_memory_from_code(trained, training):
+    """The replay gives what the other rank has, or what this one had."""
+    run = trained / f"{training.__name__}_taped"
+    do_again(run, Here())
+    (found,) = [event for event in open_run(run).events if event["event"] == "done again"]
+    id, where = rank_trainings.DONE_AGAIN[training]
+    cause = gradproof.diagnose(run).causes[0]
+    assert cause.id == id and where in cause.where, (found, cause)
+    assert cause.step == (6 if training is rank_trainings.written_on_rank_1 else 7)
+    assert "done again from what was recorded" in cause.evidence[0]
+    if id.endswith("bit-flip"):
+        assert (found["outcome"], found["rank"], found["entries"]) == ("memory", 1, 1)
+        flipped = ([4], [0, 3]) if training is rank_trainings.flipped_in_memory else ([19, 21], [1, 1])
+        assert (found["bits"], found["place"]) == flipped
+    else:
+        line = int(cause.where.rpartition(":")[2].rstrip(")"))
+        done = {
+            "flipped_by_code": "^= 1 << 4",
+            "flipped_by_an_address": "model",
+            "written_on_rank_1": "clamp_",
+        }
+        done["other_decay"] = "optimizer.step()"
+        assert found["outcome"] == "code" and done[training.__name__] in TEXT[line - 1]
+    do_again(run, Here())
+    assert sum(event["event"] == "done again" for event in open_run(run).events) == 1, "it is done once"
+
+
+@pytest.mark.parametrize("training", rank_trainings.NOTHING_PARTS, ids=lambda training: training.__name__)
+def test_where_nothing_parts_no_step_is_done_again(trained, training):
+    run = trained / f"{training.__name__}_taped"
+    do_again(run, Here())
+    assert not [event for event in open_run(run).events if event["event"] == "done again"]
+    assert not gradproof.diagnose(run).causes
+
+
+def test_without_the_step_before_it_stays_open_what_has_flipped_a_bit(trained, tmp_path):
+    for rank, place in find_ranks(trained / "flipped_in_memory_taped").items():
+        copy = shutil.copytree(place, tmp_path / f"run.rank{rank}")
+        for step in (4, 6):
+            shutil.rmtree(copy / "specimens" / f"step-{step:08d}")
+        (copy / "examination.jsonl").unlink(missing_ok=True)
+    do_again(tmp_path / "run.rank0", Here())
+    cause = gradproof.diagnose(tmp_path / "run.rank0").causes[0]
+    assert cause.id == "distributed-desync/bit-flip"
+    assert "the step before it was not taped" in cause.evidence[0]
 
 
 SHARED_OUT = (

@@ -1,8 +1,11 @@
 """Which steps are measured: sentences are understood or refused, and a budget is kept."""
 
+import os
+
 import pytest
 
 from gradproof.errors import UserError
+from gradproof.probes.distributed import RANKS_HERE
 from gradproof.probes.pace import Pace
 from gradproof.probes.schedule import (
     BARE,
@@ -91,6 +94,26 @@ def test_only_under_a_budget_that_was_asked_for_is_a_step_passed_over(budget, pa
     pace.pay(10, LIGHT, own_seconds=100.0)
     assert not pace.must_pass_over(Purse.FIRST - 1)
     assert pace.must_pass_over(10) == passed
+
+
+@pytest.mark.parametrize(
+    "told, world, cores, share",
+    [
+        ({}, 1, 2, 0.02),
+        ({}, 4, 2, 0.01),  # a script that starts its ranks itself
+        ({"LOCAL_WORLD_SIZE": "4"}, 64, 2, 0.01),
+        ({"LOCAL_WORLD_SIZE": "8"}, 64, 96, 0.02),
+        ({"SLURM_NTASKS_PER_NODE": "4(x2)"}, 8, 8, 0.02),
+    ],
+)
+def test_ranks_that_share_a_core_share_what_watching_may_cost(monkeypatch, told, world, cores, share):
+    for name in RANKS_HERE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert Pace((), None, 0, world).purse.budget == share
+    assert Pace((), 0.05, 0, world).purse.budget == 0.05, "what was asked for is kept"
 
 
 def deep_steps(price, keeps_time, steps=20_000, each=0.01):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 from gradproof.errors import UserError, plain
@@ -60,6 +61,8 @@ def examine_now(run: Path, args: argparse.Namespace, limit: float | None) -> int
 
     from gradproof.diagnosis.ranking import diagnose
     from gradproof.examination.examiner import known_questions
+    from gradproof.examination.parted import do_again
+    from gradproof.examination.process import WorkerProcess
     from gradproof.report.text import render_text, wants_color
 
     end = time.monotonic() + limit if limit is not None else None
@@ -78,6 +81,9 @@ def examine_now(run: Path, args: argparse.Namespace, limit: float | None) -> int
     other = rank_to_ask(run) if not args.only and not args.step and not stopped else None
     if other is not None:
         examine_one(other, args, known_questions(["where_was_it_born"]), is_over, limit)
+    if not args.only and not args.step and not stopped:
+        with closing(WorkerProcess(is_over)) as worker:
+            do_again(run, worker)
     print("\r\x1b[2K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
     print(render_text(diagnose(run), wants_color()), end="")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -233,10 +234,61 @@ def weights_differ(ranks: Ranks, run: Run, weights: Apart, gradients: Apart) -> 
     text += f", and so is not the optimizer's state of {states[0]}" if states else ""
     if len(differing) == 1 and alike:
         return changed_alone(ranks, run, one, other, name, step)
-    line = line_of(run, "step")
+    line, again = line_of(run, "step"), done_again(run, name, step)
+    if again is not None and again["outcome"] != "undecided":
+        text += in_words(again, name)
+        line = again.get("where") or line
+        if again["outcome"] == "memory":
+            return Symptom("ranks_differ", "problem", text, step, name, ("distributed-desync/bit-flip",))
     return Symptom(
         "ranks_differ", "problem", text, step, place(name, line), ("distributed-desync/weights-drift",)
     )
+
+
+@dataclass(frozen=True)
+class Parting:
+    """From which step on the weights of two ranks are not the same, and first in which parameter."""
+
+    step: int
+    one: int
+    other: int
+    name: str
+
+
+def find_parting(ranks: Ranks, run: Run) -> Parting | None:
+    """Weights that were alike, and part although the gradients agree: what the step before would tell, done again."""
+    members = copies(ranks, run)
+    if not members:
+        return None
+    gradients, weights = (Apart(ranks, members, kind) for kind in ("gradient", "weight"))
+    apart = weights if weights.first is not None else Apart(ranks, members, "checksum", 0.0)
+    step = apart.first
+    if step is None or step == apart.steps[0] or weights.returns() or gradients.mostly():
+        return None
+    one, other = apart.pair(step)
+    differing, _ = differing_tensors(ranks, one, other, "weight", step, EXACT)
+    return Parting(step, one, other, differing[0]) if differing else None
+
+
+def done_again(run: Run, name: str, step: int) -> dict[str, Any] | None:
+    """What doing the step before again has shown, if somebody has asked for it."""
+    events = (event for event in run.events if event["event"] == "done again")
+    return next((event for event in events if (event["name"], event["step"]) == (name, step)), None)
+
+
+def in_words(found: dict[str, Any], name: str) -> str:
+    """What came of a step that was done again, as a sentence."""
+    begins = f". Step {found.get('done', '')}, done again from what was recorded, "
+    if found["outcome"] == "undecided":
+        return f". Doing it again does not decide it: {found.get('why', '')}"
+    if found["outcome"] == "code":
+        who = "" if found.get("rank") is None else f" on rank {found['rank']} alone"
+        return f"{begins}gives what each rank had: it was written by {found.get('what', 'code')}{who}"
+    entry = f"entry {found['place']} " if found.get("place") else "an entry "
+    text = f"{begins}gives {name} as the other rank has it, to the last bit, and rank {found.get('rank')} had another "
+    text += f"one: {found.get('entries')} of its entries, {entry}is {found.get('now'):.9g} and should be "
+    text += f"{found.get('was'):.9g} (bits {', '.join(map(str, found.get('bits', ())))}). No operation of the script "
+    return text + f"wrote that: it is the memory or the processor of rank {found.get('rank')}"
 
 
 def one_tensor_changed(ranks: Ranks, run: Run, members: list[int], gradients: Apart) -> Iterator[Symptom]:
@@ -254,23 +306,30 @@ def one_tensor_changed(ranks: Ranks, run: Run, members: list[int], gradients: Ap
 
 
 def changed_alone(ranks: Ranks, run: Run, one: int, other: int, name: str, step: int) -> Symptom:
-    """By one bit, as a memory does, or by more, as code does; where the bits were not added up, it may be either."""
-    who = (
-        f"on rank {other} alone" if len(ranks.numbers) > 2 else f"on one of rank {one} and rank {other} alone"
-    )
+    """By memory or by code, as the step says that was done again; else by the bits that differ: one, or more."""
+    again, bit = done_again(run, name, step), flipped_bit(ranks, one, other, step)
+    known = other if len(ranks.numbers) > 2 else again.get("rank") if again is not None else None
+    who = f"on rank {known} alone" if known is not None else f"on one of rank {one} and rank {other} alone"
     text = f"{name} was changed {who} before step {step}: every gradient until then, and every other weight, is alike "
-    bit = flipped_bit(ranks, one, other, step)
+    text += "to the last bit"
+    if again is not None and again["outcome"] != "undecided":
+        where = place(name, again.get("where") or None) if again["outcome"] == "code" else name
+        what = "weights-drift" if again["outcome"] == "code" else "bit-flip"
+        text += in_words(again, name)
+        return Symptom("ranks_differ", "problem", text, step, where, (f"distributed-desync/{what}",))
     if bit == MANY_BITS:
-        text += "to the last bit. More than one bit is different: code that writes on one rank only does that"
+        text += ". More than one bit is different: code that writes on one rank only does that"
+    elif bit is not None:
+        text += f". Bit {bit} of one entry is all that is different: a memory that flips a bit does that"
+    else:
+        text += ". A memory that flips a bit does that, and so does code that writes on one rank only"
+    if again is not None:
+        text += in_words(again, name)
+    elif bit is not None and bit != MANY_BITS:
+        text += f". `gradproof run --until {step}` does the same steps again: what code has done comes back"
+    if bit == MANY_BITS:
         where = place(name, line_of(run, "step"))
         return Symptom("ranks_differ", "problem", text, step, where, ("distributed-desync/weights-drift",))
-    if bit is not None:
-        text += f"to the last bit. Bit {bit} of one entry is all that is different: a memory that flips a bit does "
-        text += (
-            f"that. `gradproof run --until {step}` does the same steps again: what code has done comes back"
-        )
-    else:
-        text += "to the last bit. A memory that flips a bit does that, and so does code that writes on one rank only"
     return Symptom("ranks_differ", "problem", text, step, name, ("distributed-desync/bit-flip",))
 
 
@@ -424,23 +483,27 @@ def set_up_differently(ranks: Ranks, run: Run) -> Iterator[Symptom]:
     for rank, info in ranks.infos.items():
         first = ranks.infos[ranks.numbers[0]]
         if (what := difference_of(first, info)) and rank != ranks.numbers[0]:
-            id, text = what
+            id, name, text = what
             text = f"rank {ranks.numbers[0]} and rank {rank} {text}"
-            yield Symptom("ranks_set_up_differently", "problem", text, 0, None, (f"distributed-desync/{id}",))
+            where = place(name, line_of(run, "step")) if name else None
+            yield Symptom(
+                "ranks_set_up_differently", "problem", text, 0, where, (f"distributed-desync/{id}",)
+            )
             return
 
 
-def difference_of(one: dict, other: dict) -> tuple[str, str] | None:
+def difference_of(one: dict, other: dict) -> tuple[str, str, str] | None:
+    """What two ranks were set up with: the cause, the parameter or file that it is about, and the words."""
     types = {p["name"]: p.get("dtype") for p in one.get("parameters", ())}
     for parameter in other.get("parameters", ()):
-        mine = types.get(parameter["name"])
+        name, mine = parameter["name"], types.get(parameter["name"])
         if mine and parameter.get("dtype") and mine != parameter["dtype"]:
-            return "dtype", f"hold {parameter['name']} as {mine} and as {parameter['dtype']}"
+            return "dtype", name, f"hold {name} as {mine} and as {parameter['dtype']}"
     if (a := one.get("source", {}).get("sha256")) and (b := other.get("source", {}).get("sha256")) and a != b:
-        return "code", f"run different versions of {one['source'].get('file', 'the script')}"
+        return "code", "", f"run different versions of {one['source'].get('file', 'the script')}"
     mine, theirs = (info.get("versions", {}).get("torch") for info in (one, other))
     if mine and theirs and mine != theirs:
-        return "code", f"run torch {mine} and torch {theirs}"
+        return "code", "", f"run torch {mine} and torch {theirs}"
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gradproof import children
 from gradproof.examination.examiner import ALL, Examiner, Locked, read_shelf
+from gradproof.examination.parted import do_again
 from gradproof.examination.process import WorkerProcess
 from gradproof.examination.pulse import Pulse
 from gradproof.examination.worker import stand_back
@@ -67,6 +68,7 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
                     guest=GpuGuest(clock) if shared else None,
                 )
                 if ended and (not left or clock.is_over()):
+                    do_again(run, examiner.workers[0])
                     break
                 if not left:
                     time.sleep(EVERY)

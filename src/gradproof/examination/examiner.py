@@ -106,7 +106,7 @@ class Examiner:
         again: bool = False,
     ) -> None:
         self.run, self.device, self.threads = run, device, threads
-        self._workers = list(
+        self.workers = list(
             workers
         )  # a question always goes to the same one, which remembers the steps before
         self._lock = threading.Lock()
@@ -223,7 +223,7 @@ class Examiner:
         guest: Guest | None,
     ) -> bool:
         """The questions of one specimen, each worker its own; whether all were asked."""
-        count = 1 if self._is_alone(batch[0].specimen) else len(self._workers)
+        count = 1 if self._is_alone(batch[0].specimen) else len(self.workers)
         lanes: list[list[Job]] = [[] for _ in range(count)]
         for job in batch:
             lanes[LANES[job.question.name] % len(lanes)].append(job)
@@ -236,7 +236,7 @@ class Examiner:
                 if until():
                     return False
                 if self._is_open(job.question, job.specimen):
-                    seconds = self._ask(job, self._workers[lane])
+                    seconds = self._ask(job, self.workers[lane])
                     left[0] -= 1
                     with self._lock:
                         self._show(left=left[0], question=job.question.sentence, step=job.specimen.step)
@@ -259,7 +259,7 @@ class Examiner:
             "specimens": [*job.before, str(shelved.path)],
             "device": device,
             "threads": self.threads,
-            "share": self.share / (1 if self._is_alone(shelved) else len(self._workers)),
+            "share": self.share / (1 if self._is_alone(shelved) else len(self.workers)),
         }
         try:
             answer = worker.ask(LONGEST_ANSWER, **request)
@@ -338,8 +338,8 @@ class Examiner:
         if not shelved.landmark or self._gains >= MOST_GAINS or self._lost.get(shelved.path):
             return
         try:
-            lanes = 1 if self._is_alone(shelved) else len(self._workers)
-            worker = self._workers[LANES["is_the_gradient_right"] % lanes]  # who made the shadow
+            lanes = 1 if self._is_alone(shelved) else len(self.workers)
+            worker = self.workers[LANES["is_the_gradient_right"] % lanes]  # who made the shadow
             found = worker.ask(LONGEST_ANSWER, what="extras", path=str(shelved.path), device=self.device)
         except WorkerLost:
             self._lost[shelved.path] = self._lost.get(shelved.path, 0) + 1
@@ -364,7 +364,7 @@ class Examiner:
 
     def warm_up(self) -> None:
         """The workers start and import what they need, all at once, before the first of them is asked."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.warm_up()
 
     def _show(self, **facts: Any) -> None:
@@ -394,7 +394,7 @@ class Examiner:
             self._say_not_asked(left_of_it, f"{MOST_LOSSES} workers were lost over this step")
             self._lost[path] = MOST_LOSSES
         self._events.write("examination_ended", limit=limit, left=left)
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
         self._show(left=left, ended=True)
 
@@ -426,6 +426,11 @@ class _Events:
             os.write(descriptor, line.encode())
         finally:
             os.close(descriptor)
+
+
+def note(run: Path, event: str, /, **facts: Any) -> None:
+    """What was found out beside the questions, as an event of the examination."""
+    _Events(run).write(event, **facts)
 
 
 def was_asked(event: dict[str, Any]) -> bool:

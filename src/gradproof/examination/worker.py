@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -99,6 +100,25 @@ class Worker:
             found["shadow"] = describe_shadow(evidence.shadow)
         return found
 
+    def again(self, name: str, pairs: list[dict[str, list[str]]]) -> dict[str, Any]:
+        """Of two ranks that part in a parameter: memory or code, by the first pair of steps that decides it."""
+        from gradproof.experiments.again import UNDECIDED, Two, who_wrote
+        from gradproof.tape.specimen import load
+
+        found: dict[str, Any] = {}
+        for pair in pairs:
+            one, other = (
+                Two(int(rank), load(paths[0]) if len(paths) > 1 else None, load(paths[-1]))
+                for rank, paths in pair.items()
+            )
+            set_threads(one.then, 0)
+            said = who_wrote(one, other, name)
+            if not found or said["outcome"] != UNDECIDED:
+                found = {**said, "done": (one.first or one.then).step}
+            if said["outcome"] != UNDECIDED:
+                break
+        return found
+
     def _evidence_of(self, path: str, device: str | None) -> Any:
         room = share_of_gpu(Path(path), device, self._share)
         if path not in self._evidence:
@@ -179,7 +199,8 @@ def answer_to(worker: Worker, request: dict[str, Any]) -> str:
     """The answer as it travels: one line of JSON."""
     from gradproof.record.schema import json_line
 
-    call = worker.extras if request.pop("what") == "extras" else worker.ask
+    calls: dict[str, Callable[..., dict[str, Any]]] = {"extras": worker.extras, "again": worker.again}
+    call = calls.get(request.pop("what"), worker.ask)
     try:
         return json_line(call(**request))
     except Exception as error:

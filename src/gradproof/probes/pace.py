@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gradproof.probes.distributed import ranks_a_core
 from gradproof.probes.schedule import EVERYTHING, LIGHT, Moment, Purse, Rule
 from gradproof.probes.step import OpenStep
 
@@ -20,8 +21,10 @@ SHARE = 0.02  # of the wall time, where no budget was asked for
 class Pace:
     """Opens each step at its depth, and keeps the account of what watching costs."""
 
-    def __init__(self, rules: tuple[Rule, ...], budget: float | None, rank: int) -> None:
-        self.purse = Purse(SHARE) if budget is None else Purse(budget, grace=0.0)
+    def __init__(self, rules: tuple[Rule, ...], budget: float | None, rank: int, world: int = 1) -> None:
+        # of a step's wall time, ranks that share a core have a part each
+        self.purse = Purse(SHARE / ranks_a_core(world)) if budget is None else Purse(budget, grace=0.0)
+        self.purse.keeps_time = world > 1
         self.began = time.perf_counter()
         self.nonfinite_step: int | None = None  # the first
         self.passed_over = 0  # steps

@@ -106,8 +106,7 @@ class Session:
         self.printed: Any = None  # set where a script's own printing is listened to
         self.returns: Any = None  # set where weights are compared with what the last step left
 
-        self.pace = Pace(rules, budget, rank)
-        self.pace.purse.keeps_time = world > 1
+        self.pace = Pace(rules, budget, rank, world)
         self.step = 0
         self._epoch, self._batch = 0, 0
         self._unscaled: dict[int, Tensor] = {}  # id of a scaled loss -> the loss

@@ -324,6 +324,20 @@ EVENTS: dict[str, Shape] = {
         },
         {"loss": number, "true_loss": number, "notes": list_of(text)},
     ),
+    "done again": record(
+        {"step": whole, "name": name, "outcome": one_of(("memory", "code", "undecided"))},
+        {
+            **{
+                "rank": maybe(whole),
+                "done": whole,
+                "entries": whole,
+                "why": text,
+                "what": name,
+                "where": name,
+            },
+            **{"place": list_of(whole), "bits": list_of(whole), "was": number, "now": number},
+        },
+    ),
     "trial": record(
         {"id": name, "words": name, "step": whole, "before": number, "after": number, "helped": flag}
     ),
