@@ -37,7 +37,7 @@ from gradproof.record.sink import Sink, Sinks
 from gradproof.record.thinner import FrameFile
 
 MOST_WAITED = 10.0  # seconds that training may wait for the disk
-PLACES = {name: place for place, name in enumerate(STEP_COLUMNS)}
+MOST_FORMS = 64  # of rows: which columns they have, and what is in them
 MOST_NAMED, A_TENSOR = 24 << 20, 80  # bytes of run.json that tensors may take, and one without its name
 Store = Callable[[int, bytes], None]  # puts bytes in a place of a file
 A_WAIT = 0.25  # seconds; what is shorter may as well be a busy processor
@@ -51,6 +51,7 @@ class RunWriter:
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
         self._numbers: dict[tuple[str, str], int] = {}
+        self._forms: dict[tuple[Any, ...], str] = {}
         self._named = 0  # bytes
         self._info_changed = True
         self._waited = 0.0  # seconds that training has waited for the disk
@@ -94,11 +95,13 @@ class RunWriter:
 
     def write_step(self, row: Mapping[str, Any]) -> None:
         """One row of steps.csv; a missing column stays empty."""
-        cells = [""] * len(STEP_COLUMNS)
-        for name, value in row.items():  # of the columns, most steps have a few
-            if value is not None and (place := PLACES.get(name)) is not None:
-                cells[place] = f"{value:.9g}" if isinstance(value, float) else str(value)
-        self._do(self._files.append, STEPS_FILE, (",".join(cells) + "\n").encode())
+        kinds = (*row, *map(type, row.values()))
+        form = self._forms.get(kinds)
+        if form is None:
+            form = line_of(row)
+            if len(self._forms) < MOST_FORMS:
+                self._forms[kinds] = form
+        self._do(self._files.append, STEPS_FILE, (form % row).encode())
         if self._sinks.listening:
             self._sinks.tell("step", row)
 
@@ -199,6 +202,19 @@ class RunWriter:
         except OSError:
             with suppress(OSError):
                 self._files.make_empty(CUT_OFF_FILE)
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """What a row with these columns, and values of these types, looks like.
+
+    >>> line_of({"step": 3, "loss": 0.25}) % {"step": 4, "loss": 0.125}
+    '4,,,,,0.125,,,,,,,,,,,,\\n'
+    """
+    cells = []
+    for name in STEP_COLUMNS:
+        value = row.get(name)
+        cells.append("" if value is None else f"%({name}).9g" if isinstance(value, float) else f"%({name})s")
+    return ",".join(cells) + "\n"
 
 
 def map_ring(file: Path, size: int) -> Store:
