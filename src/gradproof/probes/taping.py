@@ -80,6 +80,35 @@ def begin_taping(
 _recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
 
 
+class Recent:
+    """The last values of a column, and whether a new one is far above the middle one of them."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=20)
+        # the middle one of 20 is at least what the seventh smallest was, until four others have come
+        self._at_least, self._holds = 0.0, 0
+
+    def stands_out(self, value: float, factor: float) -> bool:
+        """Whether it does, or is not finite; then it is kept.
+
+        >>> recent = Recent()
+        >>> [recent.stands_out(loss, 4.0) for loss in (1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 5.0, 1.0)]
+        [False, False, False, False, False, False, True, False]
+        """
+        if self._holds and -self._at_least < value < self._at_least:
+            self._holds -= 1
+            self._values.append(value)
+            return False
+        if not math.isfinite(value):
+            return True
+        ordered = sorted(self._values)
+        usual = ordered[len(ordered) // 2] if len(ordered) >= 5 else math.inf
+        if len(ordered) == 20:
+            self._at_least, self._holds = factor * ordered[6], 3
+        self._values.append(value)
+        return abs(value) > factor * abs(usual) + 1e-12
+
+
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
@@ -107,7 +136,7 @@ class Taping:
         self._looks = 0
         self._again: dict[str, str] | None = None  # of the step that was asked for, by compiled code
         self._arrays: list[Any] = []  # arrays that steps have put together
-        self._recent: dict[tuple[Any, str], deque[float]] = {}  # (optimizer, column) -> values
+        self._recent: dict[tuple[Any, str], Recent] = {}  # (optimizer, column) -> values
         self.trouble = False  # look at the coming steps whatever the landmarks say
         self._troubled = 0  # steps that were taped for that
         self.spent = 0.0
@@ -363,11 +392,8 @@ class Taping:
             value = row.get(column)
             if value is None:
                 continue
-            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
-            usual = sorted(recent)[len(recent) // 2] if len(recent) >= 5 else math.inf
-            self.trouble |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
-            if math.isfinite(value):
-                recent.append(value)
+            recent = self._recent.setdefault((row.get("optimizer"), column), Recent())
+            self.trouble |= recent.stands_out(value, factor)
 
     # what happens in a step -------------------------------------------------------------------------------
 
