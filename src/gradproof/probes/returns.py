@@ -54,7 +54,9 @@ class Returns:
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         try:
-            left = self.left.get(optimizer)
+            left, view = self.left.get(optimizer), self.views.get(optimizer)
+            if left is not None and view is not None and view.numbers(optimizer) == left:
+                return  # as nearly always
             if optimizer not in self.first:
                 self._begin(optimizer)
             elif left is not None and self._is_overwritten(optimizer, left):
@@ -65,7 +67,9 @@ class Returns:
 
     def after(self, optimizer: Optimizer) -> None:
         try:
-            self.left[optimizer] = self._some_numbers(optimizer)
+            view = self.views.get(optimizer)
+            found = view.numbers(optimizer) if view is not None else None
+            self.left[optimizer] = self._some_numbers(optimizer) if found is None else found
         except Exception as error:
             self._give_up(error)
 

@@ -160,8 +160,11 @@ class UpdateProbe:
 
 
 def _note_rate(step: OpenStep, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-    rate = optim.largest_lr(optimizer)
     step.row["optimizer"] = facts["number"]
+    groups = optimizer.param_groups
+    rate = groups[0].get("lr") if len(groups) == 1 else None
+    if type(rate) is not float:
+        rate = optim.largest_lr(optimizer)
     if isinstance(rate, Tensor):  # on a GPU: it travels with the other numbers
         step.reading.add("lr", rate)
     elif rate is not None:
