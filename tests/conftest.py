@@ -62,6 +62,8 @@ def examined_here(request, monkeypatch):
 
 
 class ExaminesHere:
+    next_look = float("inf")
+
     def __init__(self, run, limit=None):
         self.run = run
 

@@ -63,6 +63,29 @@ def test_many_groups_with_long_names(tmp_path, capsys, count, length):
     assert time.process_time() - began < 30
 
 
+def seconds_of_groups(count, path, named):
+    """CPU time of six watched steps with so many groups, which torch itself would compare with each other."""
+    model = Many(count) if named else None
+    leaves = list(model.parameters()) if named else [torch.ones(2, requires_grad=True) for _ in range(count)]
+    optimizer = torch.optim.SGD(leaves[:1], lr=0.1)
+    first = optimizer.param_groups[0]
+    optimizer.param_groups.extend({**first, "params": [leaf]} for leaf in leaves[1:])
+    with gradproof.watch(model, optimizer, out=path, experiments=False):
+        began = time.thread_time()
+        train(model or (lambda x: torch.stack(leaves).mean(0) @ x), optimizer)
+    took = time.thread_time() - began
+    assert len({t["name"] for t in open_run(path).tensors if t["kind"] == "gradient"}) == count
+    return took
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_many_groups_take_as_long_as_there_are_many(tmp_path, named):
+    """Eight times as many: eight times as long, and something that is done once; not 64 times."""
+    seconds_of_groups(50, tmp_path / "warm", named)
+    few = min(seconds_of_groups(500, tmp_path / f"few{n}", named) for n in range(2))
+    assert seconds_of_groups(4000, tmp_path / "many", named) < 20 * few
+
+
 def test_names_that_differ_in_their_middle_stay_apart():
     assert short("a" * LONGEST) == "a" * LONGEST
     one, other = ("x" * 500 + middle + "y" * 500 for middle in "ab")

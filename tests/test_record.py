@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 
+import killed
 import numpy as np
 import pytest
+from killed import TRAINING
 
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.errors import UserError
@@ -134,20 +136,6 @@ def test_kill_loses_nothing_that_was_written(tmp_path):
     assert len(open_run(tmp_path / "run")) >= 200
 
 
-TRAINING = """
-import sys, torch
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with open(sys.argv[1], "ab", buffering=0) as steps:
-    for _ in range(int(sys.argv[2])):
-        x = torch.randn(16, 8)
-        optimizer.zero_grad()
-        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-        steps.write(b".")
-"""
-
-
 @pytest.mark.slow
 def test_a_watched_training_that_is_killed_loses_no_row(tmp_path):
     """Before its first step, in the middle, and where its examination is waited for: twelve in all."""
@@ -168,6 +156,15 @@ def test_a_watched_training_that_is_killed_loses_no_row(tmp_path):
         assert taken <= len(found) <= taken + 1 and found.notes == []
         first = str(diagnose(found)).splitlines()[0]
         assert len(found) or first == "No step was recorded: there is nothing to say about training."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_at_any_moment(tmp_path):
+    """At the start, training, at the end, while it is examined; GRADPROOF_KILLS=300 is what was promised."""
+    words = [sys.executable, killed.__file__, os.environ.get("GRADPROOF_KILLS", "20"), tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_full_disk_is_one_warning(tmp_path):

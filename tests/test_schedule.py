@@ -78,6 +78,27 @@ def test_a_purse_keeps_its_budget(step_seconds):
         assert BARE not in depths
 
 
+@pytest.mark.parametrize("step_seconds", [0.0003, 0.002, 0.02])
+def test_what_cannot_be_afforded_before_a_time_is_not_asked_for_before_it(step_seconds):
+    """The same depths, whether a purse is asked at every step or not."""
+    prices = (0.0001, 0.0003, 0.004, 0.008, 0.02)
+
+    def depths(waits):
+        purse, elapsed, asked, found = Purse(0.02), 0.0, 0, []
+        for step in range(20_000):
+            known = waits and elapsed < purse.bare_until
+            asked += not known
+            depth = BARE if known else purse.choose(step, elapsed)
+            purse.pay(depth, prices[depth])
+            found.append(depth)
+            elapsed += step_seconds + prices[depth]
+        return found, asked
+
+    each, often = depths(waits=False)
+    same, seldom = depths(waits=True)
+    assert same == each and often == 20_000 and seldom < (10_000 if step_seconds < 0.001 else 20_001)
+
+
 @pytest.mark.parametrize("rules, close", [((), True), (parse_schedule("light every step"), False)])
 def test_after_a_nonfinite_value_a_few_steps_are_measured_whole_unless_rules_say_what(rules, close):
     pace = Pace(rules, None, rank=0)

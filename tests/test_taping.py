@@ -1,13 +1,17 @@
 """Which steps are taped: as many as the allowance or the budget pays for, by a clock that the test turns."""
 
+import math
+import random
 import subprocess
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gradproof.probes import taping
+from gradproof.probes.taping import Recent
 from gradproof.tape import aside
 from gradproof.tape.aside import Room
 from gradproof.tape.operations import Tape
@@ -247,3 +251,22 @@ def test_no_room_at_all_is_no_reason_to_wait(monkeypatch):
     assert not room.ready([1 << 20])
     room._at_work.join()
     assert room.ready([1 << 20])
+
+
+@pytest.mark.parametrize("kind", ["wide", "negative", "around zero", "a step"])
+def test_what_stands_out_is_what_is_far_above_the_middle_one(kind):
+    """Sorting is spared where the answer is known: it is the same answer."""
+    draw, recent, values = random.Random(kind), Recent(), deque(maxlen=20)
+    for number in range(2000):
+        value = {
+            "wide": 10 ** draw.uniform(-2, 2),
+            "negative": -(10 ** draw.uniform(-2, 2)),
+            "around zero": draw.uniform(-3, 5),
+            "a step": (1.0 if number % 50 < 40 else 6.0) * draw.uniform(0.5, 2),
+        }[kind]
+        value = draw.choice((math.nan, math.inf, 0.0)) if draw.random() < 0.01 else value
+        usual = sorted(values)[len(values) // 2] if len(values) >= 5 else math.inf
+        wanted = not math.isfinite(value) or abs(value) > 4 * abs(usual) + 1e-12
+        assert recent.stands_out(value, 4.0) == wanted
+        if math.isfinite(value):
+            values.append(value)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from gradproof.probes.aside import is_recorded
-from gradproof.probes.threads import STEPS
 from gradproof.tape.modes import without_trace
 
 # what a step that is passed over does not look at
@@ -30,6 +29,8 @@ STEP_EVENTS = frozenset(
         *("replay_begins", "replay_ends"),
     )
 )
+
+ENDS = frozenset(("after_update", "skipped"))
 
 pid = os.getpid()  # asked once in each process: it is a call of the system, and there are some events a step
 
@@ -43,6 +44,7 @@ os.register_at_fork(after_in_child=_note_pid)
 
 # looked up once: between the kernels of a tiny step every name is far away
 _clock, _follows, _follow = time.perf_counter, torch.is_grad_enabled, torch._C._set_grad_enabled
+_is_tracing, _cuda = torch._C._is_tracing, torch.cuda
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 
@@ -50,18 +52,22 @@ def guarded(method: Callable) -> Callable:
     """An event handler: never raises into training, is timed, does nothing in a forked worker."""
 
     event = method.__name__
-    is_step = event in STEPS
+    of_step, begins, ends = event in STEP_EVENTS, event == "optimizer_begins", event in ENDS
 
     @functools.wraps(method)
     def handler(session: Any, *args: Any) -> Any:
         if not session.alive or session.examining or pid != session.pid:
             return None
-        if is_recorded():
+        if _is_tracing() or (_cuda._initialized and is_recorded()):
             return session.graphs.note(event, args)
         owner = session.owner
-        if (is_step or owner.ident != get_ident()) and not owner.hears(event, args, session):
+        if owner.ident != get_ident() and not owner.hears(event, args, session):
             return session.another_thread_trains()
-        if session.unseen and event in STEP_EVENTS:
+        if begins:
+            owner.stepping = owner.has_stepped = True
+        elif ends:
+            owner.stepping = False
+        if of_step and session.unseen:
             return session.pass_over(event)
         start, followed, off = _clock(), _follows(), False
         try:
@@ -87,13 +93,36 @@ def guarded(method: Callable) -> Callable:
     return handler
 
 
-_HANDLER = guarded(lambda session: None).__code__  # of all of them
+def noted(method: Callable) -> Callable:
+    """As `guarded`, for what only writes something down: no tensor is touched, and it is too short to be timed."""
+
+    event = method.__name__
+
+    @functools.wraps(method)
+    def handler(session: Any) -> Any:
+        if not session.alive or session.examining or pid != session.pid:
+            return None
+        if _is_tracing() or (_cuda._initialized and is_recorded()):
+            return session.graphs.note(event, ())
+        owner = session.owner
+        if owner.ident != get_ident() and not owner.hears(event, (), session):
+            return session.another_thread_trains()
+        try:
+            return session.pass_over(event) if session.unseen else method(session)
+        except Exception:  # of a signal handler: what was begun is not whole
+            session.drop_step()
+            raise
+
+    return handler
+
+
+_HANDLERS = tuple(kind(lambda session: None).__code__ for kind in (guarded, noted))  # of all of them
 
 
 def inside_handler() -> bool:
     """Whether one is at work: the garbage collector may run, and tell us who has died, between any two of our lines."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _HANDLER:
+    while frame is not None and frame.f_code not in _HANDLERS:
         frame = frame.f_back
     return frame is not None
 

@@ -69,7 +69,7 @@ class Helper:
     def __init__(self, run: Path, limit: float | None = LIMIT) -> None:
         self.run, self.limit = run.absolute(), limit
         self._read = 0  # bytes of what it has found, already told
-        self._looked = 0.0
+        self.next_look = 0.0
         words = ["examine", str(self.run), "--beside", str(os.getpid())]
         words += ["--within", f"{limit:g}s"] if limit is not None else []
         files = [str(self.run / PROGRESS_FILE), str(self.run / EXAMINATION_FILE)]
@@ -86,9 +86,9 @@ class Helper:
     def announcements(self) -> list[str]:
         """A line for each problem that was proven since this was last asked; looks at most once a second."""
         now = time.monotonic()
-        if now - self._looked < PERIOD:
+        if now < self.next_look:
             return []
-        self._looked = now
+        self.next_look = now + PERIOD
         try:
             file = self.run / EXAMINATION_FILE
             if os.stat(file).st_size <= self._read:

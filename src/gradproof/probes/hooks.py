@@ -56,21 +56,30 @@ def attach(session: Session, optimizers: tuple[Optimizer, ...] = ()) -> ExitStac
     return stack
 
 
+def everyone(optimizer: Any) -> bool:
+    return True
+
+
 def _chosen(optimizers: tuple[Optimizer, ...]) -> Callable[[Any], bool]:
     """Whether an optimizer, or the one that accelerate has wrapped in it, is among those to listen to."""
     ids = {id(optimizer) for optimizer in optimizers}
     if not ids:
-        return lambda optimizer: True
+        return everyone
     return lambda optimizer: bool(ids & {id(optimizer), id(getattr(optimizer, "optimizer", None))})
 
 
 def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Before and after each optimizer step; with a closure, after the first time the closure has run."""
 
+    all_of_them = chosen is everyone  # asked here once: every call in a tiny step is dear
+
     def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if not chosen(optimizer):
+        if session.looks_before:
+            look(session.looks_before, optimizer)
+        if not (all_of_them or chosen(optimizer)):
             return None
-        session.lines.note("step")
+        if "step" not in session.lines.enough:
+            session.lines.note("step")
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
         session.optimizer_begins(optimizer, closure is None)
         if closure is None:
@@ -90,11 +99,18 @@ def optimizer_steps(session: Session, stack: ExitStack, chosen: Callable[[Any], 
         return (args[0], watched_closure, *args[2:]), kwargs
 
     def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if chosen(optimizer):
+        if all_of_them or chosen(optimizer):
             session.after_update(optimizer)
+            if session.looks_after:
+                look(session.looks_after, optimizer)
 
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
+
+
+def look(looks: list[Callable[[Any], bool]], optimizer: Optimizer) -> None:
+    """Takes those that wait for an optimizer's step; which of them go on waiting, they say themselves."""
+    looks[:] = [each for each in looks if not each(optimizer)]
 
 
 def optimizers_made(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
@@ -119,7 +135,8 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
             losses = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
             weights = list(grad_tensors) if isinstance(grad_tensors, (list, tuple)) else [grad_tensors]
             weights += [None] * (len(losses) - len(weights))
-            session.lines.note("backward")
+            if "backward" not in session.lines.enough:
+                session.lines.note("backward")
             session.backward_begins(losses, weights[: len(losses)])
             step = session.current
             try:
@@ -141,11 +158,15 @@ def backwards(session: Session, stack: ExitStack, chosen: Callable[[Any], bool])
 
 
 def zero_grads(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
+    lines, cleared, all_of_them = session.lines, session.facts["_cleared"], chosen is everyone
+
     def of_optimizer(original: Callable) -> Callable:
         def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if chosen(self):
-                session.lines.note("zero_grad")
-                session.facts["_cleared"][self] = None
+            if all_of_them or chosen(self):
+                if "zero_grad" not in lines.enough:
+                    lines.note("zero_grad")
+                if self not in cleared:
+                    cleared[self] = None
                 session.zero_grad()
             return original(self, *args, **kwargs)
 

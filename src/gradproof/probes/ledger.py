@@ -35,7 +35,10 @@ class Ledger:
     def add(self, step: OpenStep, number: int) -> None:
         """A step has ended: its numbers are sent, and those that have arrived are written."""
         if not step.reading.parts and not self._in_flight:
-            self._write(step, number, {})
+            self._writer.write_step(step.row)
+            if self._on_arrival is not None:
+                self._on_arrival(step, number, {})
+            self._on_row(step.row)
             return
         step.reading.send()
         self._in_flight.append((step, number))

@@ -35,12 +35,15 @@ class Lines:
         self.sites: dict[str, list[str]] = {}
         self.initialised: Living[str] = Living()  # where the script itself gave a parameter its first values
         self._looks: dict[str, int] = {}
+        self.enough: set[str] = set()  # what nobody looks for any more
         self._places: dict[str, tuple[str, int]] = {}  # site -> whole path of its file, number of the line
 
     def note(self, what: str, callers: int = 0) -> None:
         """Remember the line of the user's code that is running, and who called the function it stands in."""
-        looks = self._looks[what] = self._looks.get(what, 0) + 1
-        if looks <= MOST_LOOKS:
+        if what not in self.enough:
+            looks = self._looks[what] = self._looks.get(what, 0) + 1
+            if looks >= MOST_LOOKS:
+                self.enough.add(what)
             with quietly():  # a place is not worth a training
                 self._look(what, callers)
 

@@ -36,17 +36,17 @@ class OutputProbe:
         self._lines = lines
         self._collect = collect
         self._fail = fail
-        self._handle: Any = None
+        self.handle: Any = None  # of the hook, while it is there
         self._last: weakref.ref[Tensor] | None = None
 
     def attach(self) -> None:
-        if self._handle is None:
-            self._handle = nn.modules.module.register_module_forward_hook(self._forward)
+        if self.handle is None:
+            self.handle = nn.modules.module.register_module_forward_hook(self._forward)
 
     def detach(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
 
     def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
         try:

@@ -61,10 +61,10 @@ class Names:
         if not unknown:
             return
         self._name_models(list(self._roots) if self._are_given else find_roots(unknown))
-        frames = list(user_frames())
+        unknown = [parameter for parameter in unknown if parameter not in self.parameters]
+        variables = name_variables(user_frames()) if unknown else {}
         for parameter in unknown:
-            if parameter not in self.parameters:
-                self.call(parameter, find_variable(parameter, frames) or "")
+            self.call(parameter, variables.get(id(parameter), ""))
 
     def add_models(self, models: list[nn.Module]) -> None:
         """Models that were found later than the others."""
@@ -169,26 +169,30 @@ def line_of(frame: FrameType | None) -> str:
 
 def find_variable(value: object, frames: Iterable[FrameType]) -> str | None:
     """The name of the variable, attribute of `self`, or entry of a list or dict that holds a value."""
+    return next((name for name, found in variables_of(frames) if found is value), None)
+
+
+def name_variables(frames: Iterable[FrameType]) -> dict[int, str]:
+    """The name of each value, by its id, as `find_variable` finds it: one look for very many values."""
+    names: dict[int, str] = {}
+    for name, found in variables_of(frames):
+        names.setdefault(id(found), name)
+    return names
+
+
+def variables_of(frames: Iterable[FrameType]) -> Iterator[tuple[str, object]]:
     for frame in frames:
         variables = locals_of(frame)
         for scope in (variables, frame.f_globals):
-            for name, found in list(scope.items()):
-                if found is value and not name.startswith("_"):
-                    return name
-        owner = variables.get("self")
-        for name, found in list(getattr(owner, "__dict__", {}).items()):
-            if found is value:
-                return name
-        for name, found in variables.items():
+            yield from ((name, found) for name, found in list(scope.items()) if not name.startswith("_"))
+        yield from list(getattr(variables.get("self"), "__dict__", {}).items())
+        for name, found in list(variables.items()):
             if isinstance(found, (list, tuple)) and len(found) < 1000:
-                for index, item in enumerate(found):
-                    if item is value:
-                        return f"{name}.{index}"
+                yield from ((f"{name}.{index}", item) for index, item in enumerate(found))
             elif isinstance(found, dict) and len(found) < 1000:
-                for key, item in list(found.items()):
-                    if item is value and isinstance(key, str):
-                        return f"{name}.{key}"
-    return None
+                yield from (
+                    (f"{name}.{key}", item) for key, item in list(found.items()) if isinstance(key, str)
+                )
 
 
 def clean(name: str) -> str:

@@ -38,10 +38,7 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Ten
 
 def largest_lr(optimizer: torch.optim.Optimizer) -> float | Tensor | None:
     """A number; still a tensor where reading it would wait for a GPU; of an update by hand nobody knows it."""
-    groups = optimizer.param_groups
-    if len(groups) == 1 and type(groups[0].get("lr")) is float:
-        return groups[0]["lr"]
-    rates = [group["lr"] for group in groups if group.get("lr") is not None]
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
     far = [rate.reshape(()) for rate in rates if isinstance(rate, Tensor) and not rate.is_cpu]
     if far:
         return torch.stack(far).max()

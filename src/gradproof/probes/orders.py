@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from gradproof.probes.aside import is_recorded
 from gradproof.probes.guard import quietly
@@ -32,21 +32,20 @@ MOST_VALUES = 2_000  # variables and attributes that are looked at
 
 def orders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Once, after the first step: what the functions that are running hold, and what their objects hold."""
-    looked = False
 
-    def look(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        nonlocal looked
-        if looked or not session.alive or not chosen(optimizer) or is_recorded():
-            return
-        looked = True
+    def look(optimizer: Optimizer) -> bool:
+        if not session.alive or is_recorded():
+            return False
         began = time.perf_counter()
         with quietly(), unseen_by_modes():
             session.facts["_orders"] = list(islice(orders_kept(), MOST))
             lengths = {len(order["places"]) for order in session.facts["_orders"]}
             session.facts["_ordered_targets"] = list(islice(values_as_long(lengths), MOST_TARGETS))
         session.own_seconds += time.perf_counter() - began
+        return True
 
-    stack.callback(register_optimizer_step_post_hook(look).remove)
+    session.looks_after.append(look)
+    stack.callback(session.looks_after.clear)
 
 
 def orders_kept() -> Iterator[dict[str, Any]]:

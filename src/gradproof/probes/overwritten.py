@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradproof.probes.aside import is_recorded
 from gradproof.probes.guard import quietly
@@ -56,9 +55,11 @@ def overwritten_loads(session: Session, stack: ExitStack, chosen: Callable[[Any]
                 ]
                 samples = [(weakref.ref(p), first_entries(p)) for p in matrices]
                 waiting.append(Loaded(user_line(), type(self).__name__, samples))
+                if look not in session.looks_before:
+                    session.looks_before.append(look)
         return result
 
-    def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def look(optimizer: Optimizer) -> bool:
         while waiting and not is_recorded():
             loaded = waiting.pop()
             with quietly(), unseen_by_modes():
@@ -67,10 +68,11 @@ def overwritten_loads(session: Session, stack: ExitStack, chosen: Callable[[Any]
                     session.facts.setdefault("overwritten_loads", []).append(
                         {"step": session.step, "line": loaded.line, "class": loaded.name, "matrices": of}
                     )
+        return not waiting
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
     stack.callback(setattr, nn.Module, "load_state_dict", original)
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(session.looks_before.clear)
 
 
 def is_here(parameter: Tensor) -> bool:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from gradproof.probes.distributed import ranks_a_core
-from gradproof.probes.schedule import EVERYTHING, LIGHT, Moment, Purse, Rule
+from gradproof.probes.schedule import BARE, EVERYTHING, LIGHT, Moment, Purse, Rule
 from gradproof.probes.step import OpenStep
 
 CLOSE_LOOK = 5  # steps measured whole after the first non-finite value
@@ -43,6 +43,13 @@ class Pace:
         depth = self._choose_depth(number, epoch, batch)
         return OpenStep(depth, sampled=depth >= EVERYTHING and self._is_time_to_sample(number))
 
+    def stays_bare(self, now: float) -> bool:
+        """Whether nothing can be afforded for the step that begins, as was known at an earlier one."""
+        if now >= self.purse.bare_until or self._rules or self.nonfinite_step is not None:
+            return False
+        self.purse.left_out += 1
+        return True
+
     def must_pass_over(self, number: int) -> bool:
         return self.strict and number >= Purse.FIRST and self.purse.overdrawn(self.elapsed())
 
@@ -54,7 +61,9 @@ class Pace:
     def pay(self, number: int, depth: int, own_seconds: float) -> None:
         """Book what watching has taken in all; by default, what is measured in any case is not charged."""
         seconds = own_seconds - self._paid
-        if number > Purse.FIRST or self.strict:
+        if depth == BARE and number > Purse.FIRST:
+            self.purse.spent += seconds  # as `Purse.pay` does
+        elif number > Purse.FIRST or self.strict:
             self.purse.pay(depth, seconds)
         else:
             self.purse.note_price(depth, seconds * (1 - Purse.ONCE) if number == 0 else seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,23 +13,27 @@ from torch import Tensor
 class Reading:
     """The numbers of one step. `send` starts one copy for each device; nothing waits until `get`."""
 
+    # until something is sent, as most steps send nothing
+    _copies: Sequence[tuple[list[tuple[str, torch.Size]], Tensor]] = ()
+    _arrivals: Sequence[torch.cuda.Event] = ()
+
     def __init__(self) -> None:
         self.parts: dict[torch.device, list[tuple[str, Tensor]]] = {}
-        self._copies: list[tuple[list[tuple[str, torch.Size]], Tensor]] = []
-        self._arrivals: list[torch.cuda.Event] = []
 
     def add(self, key: str, tensor: Tensor) -> None:
         self.parts.setdefault(tensor.device, []).append((key, tensor.detach()))
 
     def send(self) -> None:
+        copies, arrivals = [*self._copies], [*self._arrivals]
         for device, parts in self.parts.items():
             packed = torch.cat([tensor.reshape(-1).to(torch.float64) for _, tensor in parts])
             host = packed.to("cpu", non_blocking=True)  # the one transfer of the step
-            self._copies.append(([(key, tensor.shape) for key, tensor in parts], host))
+            copies.append(([(key, tensor.shape) for key, tensor in parts], host))
             if device.type == "cuda":
                 arrival = torch.cuda.Event()
                 arrival.record(torch.cuda.current_stream(device))
-                self._arrivals.append(arrival)
+                arrivals.append(arrival)
+        self._copies, self._arrivals = copies, arrivals
         self.parts.clear()
 
     def ready(self) -> bool:

@@ -138,6 +138,7 @@ class Purse:
         self._deep_spent = 0.0
         self._price = [0.0] * len(DEPTHS)  # seconds a step of each depth costs, as last seen
         self.left_out = 0  # steps that were not even measured lightly
+        self.bare_until = 0.0  # seconds of the run: nothing can be afforded before, and need not be asked for
         # one of several ranks: what all of them measure at the same step is waited for once, and parts make a whole
         self.keeps_time = False
 
@@ -155,6 +156,10 @@ class Purse:
         if self._price[LIGHT] <= light_left:
             return LIGHT
         self.left_out += 1
+        if self.budget > 0:
+            light = self._price[LIGHT] + self.spent - self._deep_spent
+            deep = self._price[EVERYTHING] + self._deep_spent
+            self.bare_until = (2 * min(light, deep) - self.grace) / self.budget
         return BARE
 
     def _is_on_the_beat(self, step: int, elapsed: float, left: float) -> bool:

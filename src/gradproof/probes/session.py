@@ -24,7 +24,7 @@ from gradproof.probes import optimizer as optim
 from gradproof.probes import tensors as measuring
 from gradproof.probes.flight import FlightRecorder
 from gradproof.probes.graphs import Captured, Graphs
-from gradproof.probes.guard import guarded
+from gradproof.probes.guard import guarded, noted
 from gradproof.probes.helper import Helper
 from gradproof.probes.ledger import Ledger
 from gradproof.probes.lines import Lines
@@ -45,6 +45,7 @@ from gradproof.record.source import rename_cells
 from gradproof.record.writer import RunWriter
 from gradproof.tape.living import Living
 
+_graph_task = torch._C._current_graph_task_id
 MOST_MICRO_BATCHES = 4  # of a step whose outputs are measured, as long as all is finite: they are alike
 ONE_THREAD = "two threads train; only the first is watched"
 
@@ -88,6 +89,12 @@ class Session:
         self.compiled = False
         self.stop_after: int | None = None  # steps after which a trial has shown enough
         self.afterwards: list[Callable[[], None]] = []  # what the handler that runs leaves to be done
+        # looks that are taken once, before and after an optimizer steps; each says whether it was that step
+        self.looks_before: list[Callable[[Any], bool]] = []
+        self.looks_after: list[Callable[[Any], bool]] = []
+        self.look_at_clip: Callable[[Any], bool] | None = (
+            None  # the one before that is taken where a clip was
+        )
         self.examining = False  # a model that is called meanwhile is not training
 
         self.parameters = Parameters(writer, names)
@@ -145,13 +152,18 @@ class Session:
         if self._batch:  # a loader that is only looked at does not count
             self._epoch, self._batch = self._epoch + 1, 0
 
-    @guarded
+    @noted
     def zero_grad(self) -> None:
         if self.own is not None:
-            self.own.settle(at_backward=False)
+            self._settle_own()
         self.counts["zero_grad"] += 1
         self.current.order.append("z")
         self.current.is_fresh = False
+
+    @guarded
+    def _settle_own(self) -> None:
+        if self.own is not None:
+            self.own.settle(at_backward=False)
 
     @guarded
     def scaled(self, unscaled: Tensor, scaled: Tensor, scale: Tensor | None) -> None:
@@ -179,7 +191,7 @@ class Session:
             self.flight.begin()
             self.flight.note(self.step, BACKWARD)
         for root, gradient in zip(roots, gradients, strict=True):
-            loss = self._unscaled.pop(id(root), root)
+            loss = self._unscaled.pop(id(root), root) if self._unscaled else root
             if isinstance(loss, Tensor) and not step.add_loss(loss, gradient):  # no edge of a graph
                 self._saw_nonfinite()
         self._unscaled.clear()
@@ -227,7 +239,7 @@ class Session:
         """A parameter was written, perhaps the last one: a tape begins here, and again if there are more."""
         self.afterwards.append(self._begin_own_tape)
 
-    @guarded
+    @noted
     def unscaled(self) -> None:
         self.current.order.append("u")
 
@@ -248,8 +260,8 @@ class Session:
             self._give_way()
         if self.flight is not None:
             self.flight.note(self.step, UPDATE)
-        if self.taping is not None:
-            self.taping.optimizer_begins(optimizer)
+        if self.taping is not None and self.taping.recorder is not None:
+            self.taping.recorder.enter_optimizer(optimizer)
         if self.returns is not None and not self.returns.over:
             self.returns.before(optimizer)
         if has_gradients:
@@ -277,13 +289,13 @@ class Session:
     @guarded
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         step = self.current
-        if self.taping is not None:
-            self.taping.optimizer_ends()
+        if self.taping is not None and self.taping.recorder is not None:
+            self.taping.recorder.leave_optimizer()
         step.order.append("s")
         if self.returns is not None and not self.returns.over:
             self.returns.after(optimizer)
         self._updates.after(step, optimizer)
-        if recomputing():  # the optimizer steps inside backward: one step is all of these together
+        if _graph_task() != -1:  # the optimizer steps inside backward: one step is all of these together
             step.row["inside_backward"] = True
         else:
             self.close_step()
@@ -331,7 +343,7 @@ class Session:
         if captured.optimizers:
             self.close_step()
 
-    @guarded
+    @noted
     def scheduler_stepped(self) -> None:
         self.counts["scheduler"] += 1
         self.current.order.append("l")
@@ -424,14 +436,20 @@ class Session:
         step, number = self.current, self.step
         if self.prints is not None:
             self.prints.step_closes(step)
-        step.close(step=number, seconds=self.pace.elapsed(), epoch=self._epoch, batch=self._batch)
+        now = self.pace.elapsed()
+        step.close(step=number, seconds=now, epoch=self._epoch, batch=self._batch)
         self.step += 1
         self._batch += 1
         if self.flight is not None:
             self.flight.note(self.step, FORWARD)
-        self._begin_step()
+        self._begin_step(now)
         self._ledger.add(step, number)
-        self.afterwards.append(self._turn_tape)
+        if self.taping is None or not self.taping.stays_away(self.step):
+            self.afterwards.append(self._turn_tape)
+        elif self.stop_after is not None or (
+            self.helper is not None and time.monotonic() >= self.helper.next_look
+        ):
+            self.afterwards.append(self._end_if_enough)
 
     def _turn_tape(self) -> None:
         """The last step's tape becomes a specimen, the next one's begins."""
@@ -466,29 +484,30 @@ class Session:
         if self.taping is not None:
             self.afterwards.append(functools.partial(self.taping.before_update, bad))
 
-    def _begin_step(self) -> None:
-        if self.taping is not None:
+    def _begin_step(self, now: float | None = None) -> None:
+        if self.taping is not None and self.taping.calls.listens:
             self.own_seconds += self.taping.calls.take_seconds()
         depth = self.current.depth
         if self.prints is not None and is_landmark(self.step - 1):
             depth = max(depth, PARAMETERS)  # all of them were looked at: it comes out of what deep steps have
         self.pace.pay(self.step, depth, self.own_seconds)
         self.unseen = self.pace.strict and self._must_pass_over()
-        self._open_step()
+        self._open_step(now)
 
-    def _open_step(self) -> None:
-        if self.unseen:
+    def _open_step(self, now: float | None = None) -> None:
+        if self.unseen or (now is not None and self.pace.stays_bare(now)):
             self.current = OpenStep(BARE)
         else:
             self.current = self.pace.open_step(self.step, self._epoch, self._batch)
         if self.taping is not None and self.taping.calls.kept:
             self.afterwards.append(self.taping.calls.kept.clear)  # after what was left to be done with them
-        self.listen_to_calls()
+        if self.taping is not None and (self.taping.calls.listens or self.current.depth > BARE):
+            self.listen_to_calls()
         if self.prints is not None:
             self.prints.step_opens(self.step)
         if self.current.depth >= EVERYTHING and not self.compiled:
             self._outputs.attach()
-        else:
+        elif self._outputs.handle is not None:
             self._outputs.detach()
 
     def listen_to_calls(self) -> None:

@@ -141,6 +141,8 @@ def note_clip(session: Session, parameters: Iterable[Tensor]) -> None:
     if session.owner.elsewhere():
         return
     session.lines.note("clip")
+    if session.look_at_clip is not None and session.look_at_clip not in session.looks_before:
+        session.looks_before.append(session.look_at_clip)
     clipped = session.facts.setdefault("_clipped", Living())
     for parameter in parameters:
         clipped[parameter] = None
@@ -148,17 +150,19 @@ def note_clip(session: Session, parameters: Iterable[Tensor]) -> None:
 
 def clip_coverage(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Of the parameters that a step changes, how many the clip before it was given."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
     facts = session.facts.setdefault(
         "clip", {"steps": 0, "given": 0, "stepped": 0, "foreign": 0, "copies": 0}
     )
     refuted = False  # once what is stepped is no copy of what is clipped, it never was
 
-    def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        nonlocal refuted
+    def look(optimizer: Optimizer) -> bool:
         if session.owner.elsewhere():
-            return
+            return False
+        look_at_clip(optimizer)
+        return True
+
+    def look_at_clip(optimizer: Optimizer) -> None:
+        nonlocal refuted
         if "sharded" not in session.facts:  # each rank then holds another part of every tensor
             every = [p for group in optimizer.param_groups for p in group["params"]]
             flat = any(getattr(p, "_is_flat_param", False) for p in every)  # FSDP1
@@ -179,7 +183,9 @@ def clip_coverage(session: Session, stack: ExitStack, chosen: Callable[[Any], bo
         facts["given"] += len(stepped) - len(missed)
         facts["foreign"] += len(set(map(id, given)) - set(map(id, stepped)))
 
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    session.look_at_clip = look
+    session.looks_before.append(look)
+    stack.callback(session.looks_before.clear)
 
 
 def _are_copies(stepped: list[Tensor], clipped: list[Tensor]) -> bool:

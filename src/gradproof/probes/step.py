@@ -13,6 +13,7 @@ from gradproof.probes import tensors as measuring
 from gradproof.probes.graphs import Captured
 from gradproof.probes.reading import Reading
 
+is_functorchs = torch._C._functorch.is_functorch_wrapped_tensor
 KEEP = 1 << 18  # entries of an output up to which it is copied, to be measured with others in one call
 
 
@@ -59,6 +60,9 @@ class OpenStep:
 
     def add_loss(self, loss: Tensor, weight: Tensor | None) -> bool:
         """A CPU's number can be read at once, False if it is not finite; a GPU's travels with the step's others."""
+        usual = type(loss) is Tensor and loss.dtype is torch.float32 and loss.is_cpu and loss.numel() == 1
+        if usual and not is_functorchs(loss):  # nothing else has to be asked
+            return self._add_number(loss.item())
         if not measuring.is_measurable(loss):
             return True
         if loss.numel() != 1:
@@ -67,9 +71,11 @@ class OpenStep:
         if not loss.is_cpu:
             self._far_losses.append(loss.detach().reshape(()))  # no launch: micro-batches may be many
             return True
-        value = loss.item()
-        self.row["loss"] = self.row.get("loss", 0.0) + value
-        return math.isfinite(value)
+        return self._add_number(loss.item())
+
+    def _add_number(self, loss: float) -> bool:
+        self.row["loss"] = self.row.get("loss", 0.0) + loss
+        return math.isfinite(loss)
 
     def _add_up_losses(self) -> None:
         """One sum for each device and precision, whatever the number of backwards."""

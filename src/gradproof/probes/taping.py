@@ -47,6 +47,7 @@ STAGE_ALLOWANCE = 0.5  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 MOST_TROUBLED = 12  # steps that are taped because of trouble
 MOST_LOOKS = 3  # bad steps that are made again
+BETWEEN_LOOKS = 32  # steps, of which one is timed
 LARGE = 64 << 20  # bytes
 HURRIED = 1 << 30  # bytes that are copied into fresh pages where there is no time to make some: 0.7 s
 MOST_IN_A_ROW = 56  # steps, one after the other: who looks at every step has seen enough then
@@ -79,6 +80,35 @@ def begin_taping(
 _recording: list[Taping] = []  # the one that records now: two tapes at a time would undo each other
 
 
+class Recent:
+    """The last values of a column, and whether a new one is far above the middle one of them."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=20)
+        # the middle one of 20 is at least what the seventh smallest was, until four others have come
+        self._at_least, self._holds = 0.0, 0
+
+    def stands_out(self, value: float, factor: float) -> bool:
+        """Whether it does, or is not finite; then it is kept.
+
+        >>> recent = Recent()
+        >>> [recent.stands_out(loss, 4.0) for loss in (1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 5.0, 1.0)]
+        [False, False, False, False, False, False, True, False]
+        """
+        if self._holds and -self._at_least < value < self._at_least:
+            self._holds -= 1
+            self._values.append(value)
+            return False
+        if not math.isfinite(value):
+            return True
+        ordered = sorted(self._values)
+        usual = ordered[len(ordered) // 2] if len(ordered) >= 5 else math.inf
+        if len(ordered) == 20:
+            self._at_least, self._holds = factor * ordered[6], 3
+        self._values.append(value)
+        return abs(value) > factor * abs(usual) + 1e-12
+
+
 class Taping:
     """Starts and stops the recorder at the turn of each step."""
 
@@ -92,12 +122,13 @@ class Taping:
         self.shelf = shelf
         self._session = session
         self._on_cpu: list[bool] = []  # of each model
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # of the step that is taped
         self._step = -1
         self._began, self._turned = time.perf_counter(), seconds_of_training()
         self._first = 0  # step of the stage of training that is under way
         self._stages = 0
-        self._plain: deque[float] = deque(maxlen=9)  # seconds of the last untaped steps
+        self._plain: deque[float] = deque(maxlen=9)  # seconds of some of the last untaped steps
+        self._timed = False  # the step under way is one of them
         self._cost = 0.0  # of the last tape
         self._room = Room()
         self._at_landmark = False
@@ -105,7 +136,7 @@ class Taping:
         self._looks = 0
         self._again: dict[str, str] | None = None  # of the step that was asked for, by compiled code
         self._arrays: list[Any] = []  # arrays that steps have put together
-        self._recent: dict[tuple[Any, str], deque[float]] = {}  # (optimizer, column) -> values
+        self._recent: dict[tuple[Any, str], Recent] = {}  # (optimizer, column) -> values
         self.trouble = False  # look at the coming steps whatever the landmarks say
         self._troubled = 0  # steps that were taped for that
         self.spent = 0.0
@@ -116,14 +147,14 @@ class Taping:
 
     @property
     def active(self) -> bool:
-        return self._recorder is not None
+        return self.recorder is not None
 
     # the turn of a step -----------------------------------------------------------------------------------
 
     def begin(self, step: int, compiled: bool, by_hand: bool = False) -> None:
         """A step begins: tape it or not."""
-        if by_hand:  # where it ends is not where the last one has
-            self._turned = seconds_of_training()
+        if by_hand or not self._timed:  # where it ends is not where the last one has
+            self._turned, self._timed = seconds_of_training(), True
         self._step = step
         self._room.tend()
         landmark = step if self._overdue is None else self._overdue
@@ -148,21 +179,21 @@ class Taping:
                 return
         self._at_landmark = self._is_landmark(step)
         self._overdue = None
-        self._recorder = Recorder(names=names, waits=True, compiled=compiled)
+        self.recorder = Recorder(names=names, waits=True, compiled=compiled)
         _recording.append(self)
         try:
-            self._recorder.start(inside_optimizer_hook=True)
-            self._recorder.state.by_hand = by_hand
-            self._recorder.copy_ahead(memories, self._room)
+            self.recorder.start(inside_optimizer_hook=True)
+            self.recorder.state.by_hand = by_hand
+            self.recorder.copy_ahead(memories, self._room)
         except Exception as error:
             self._give_up(error)
 
     def end(self) -> None:
         """A step has ended: what was taped of it becomes a specimen."""
-        now = seconds_of_training()
-        duration, self._turned = now - self._turned, now
-        if self._recorder is None:
-            if self._step > 0:
+        now, timed = seconds_of_training(), self._timed
+        duration, self._turned, self._timed = now - self._turned, now, True
+        if self.recorder is None:
+            if self._step > 0 and timed:
                 self._plain.append(duration)
             return
         recorder = self._take_recorder()
@@ -181,6 +212,23 @@ class Taping:
         self._turned = seconds_of_training()
         self._cost = max(0.0, duration - plain) + self._turned - now
         self.spent += self._cost
+
+    def stays_away(self, step: int) -> bool:
+        """Whether the step that begins is one of the many between two landmarks, at whose turn nothing is to be done.
+
+        What a step takes without a tape is looked at now and then: to ask for it is a call of the system.
+        """
+        if self.recorder is not None or self.trouble or self._overdue is not None:
+            return False
+        if self.taped < MOST_IN_A_ROW and self._has_allowance():
+            return False
+        if torch.cuda._initialized and self._room.has_work:
+            return False
+        number = step - self._first
+        if number < BETWEEN_LOOKS or number % BETWEEN_LOOKS < 2 or number in LANDMARKS or step == self.only:
+            return False
+        self._step, self._timed = step, False
+        return True
 
     def _shelve(self, recorder: Recorder, **details: Any) -> None:
         """The specimen of what a recorder has taped goes to the shelf."""
@@ -216,19 +264,19 @@ class Taping:
 
     def own_update_begins(self, update: Any) -> None:
         """What follows, up to the end of the step, is an update by hand."""
-        if self._recorder is not None:
-            self._recorder.enter_optimizer(update)
-            self._recorder.state.updating = True
+        if self.recorder is not None:
+            self.recorder.enter_optimizer(update)
+            self.recorder.state.updating = True
 
     def own_update_ends(self, renewals: list[tuple[torch.Tensor, int]]) -> None:
         """(parameter, address of the tensor that takes its place) of those that are not changed in place."""
-        for parameter, address in renewals if self._recorder is not None else ():
-            self._recorder.state.renew(parameter, address)  # type: ignore[union-attr]
+        for parameter, address in renewals if self.recorder is not None else ():
+            self.recorder.state.renew(parameter, address)  # type: ignore[union-attr]
 
     def name_parameters(self, named: dict[str, torch.Tensor]) -> None:
         """Tensors that are parameters, as was found out after the tape began."""
-        for name, parameter in named.items() if self._recorder is not None else ():
-            self._recorder.state.name_parameter(parameter, name)  # type: ignore[union-attr]
+        for name, parameter in named.items() if self.recorder is not None else ():
+            self.recorder.state.name_parameter(parameter, name)  # type: ignore[union-attr]
 
     def something_compiled(self, made: Any) -> None:
         """A compiled module is taped by its eager twin; a compiled function would run eagerly under a tape."""
@@ -252,7 +300,7 @@ class Taping:
         """Training is over, perhaps in mid-step."""
         if self._session.own is not None:
             self._session.own.leave_watch()
-        if self._recorder is not None:
+        if self.recorder is not None:
             recorder = self._take_recorder()
             with suppress(Exception):
                 recorder.stop()
@@ -265,7 +313,7 @@ class Taping:
 
     def leave_to_parent(self) -> None:
         """In a forked process: the tape is the parent's; its threads are not here, and nothing waits for them."""
-        if self._recorder is not None:
+        if self.recorder is not None:
             self._take_recorder().leave()
 
     def close(self) -> None:
@@ -275,7 +323,7 @@ class Taping:
         self.shelf.close()
 
     def _take_recorder(self) -> Recorder:
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         _recording.clear()
         assert recorder is not None
         return recorder
@@ -344,27 +392,15 @@ class Taping:
             value = row.get(column)
             if value is None:
                 continue
-            recent = self._recent.setdefault((row.get("optimizer"), column), deque(maxlen=20))
-            usual = sorted(recent)[len(recent) // 2] if len(recent) >= 5 else math.inf
-            self.trouble |= not math.isfinite(value) or abs(value) > factor * abs(usual) + 1e-12
-            if math.isfinite(value):
-                recent.append(value)
+            recent = self._recent.setdefault((row.get("optimizer"), column), Recent())
+            self.trouble |= recent.stands_out(value, factor)
 
     # what happens in a step -------------------------------------------------------------------------------
-
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._recorder is not None:
-            self._recorder.enter_optimizer(optimizer)
-
-    def optimizer_ends(self) -> None:
-        if self._recorder is not None:
-            self._recorder.leave_optimizer()
 
     def listen(self, step: int, seen: bool) -> None:
         """Calls are kept where a bad step shows before its update: on a CPU, and at the one step that was asked for."""
         if not seen:
-            if self.calls.listens:
-                self.calls.detach()
+            self.calls.detach()
             return
         models = list(self._session.names.roots.values())
         if len(models) != len(self._on_cpu):
@@ -382,10 +418,10 @@ class Taping:
         start = seconds_of_training()
         try:
             with same_random_numbers():
-                if self._recorder is None:
+                if self.recorder is None:
                     self._make_again()
                 elif self._session.compiled:
-                    with self._recorder.interrupted():
+                    with self.recorder.interrupted():
                         self._again = {"eager": "", "compiled": self.calls.differ_when_compiled()}
         except Exception as error:
             self._give_up(error)

@@ -26,7 +26,7 @@ class Owner:
         self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._thread: Callable[[], threading.Thread | None] = lambda: None  # weakly: it may hold a model
         self.ident = -1
-        self._stepping = self._has_stepped = False
+        self.stepping = self.has_stepped = False  # the watched one: at this moment, and ever
         self._lock = threading.Lock()
 
     def elsewhere(self) -> bool:
@@ -35,13 +35,7 @@ class Owner:
 
     def hears(self, event: str, args: tuple, session: Any) -> bool:
         """Whether an event is one of the training that is watched."""
-        if threading.get_ident() != self.ident and not self._takes_over(event, args, session):
-            return False
-        if event == "optimizer_begins":
-            self._stepping = self._has_stepped = True
-        elif event in ("after_update", "skipped"):
-            self._stepping = False
-        return True
+        return threading.get_ident() == self.ident or self._takes_over(event, args, session)
 
     def _takes_over(self, event: str, args: tuple, session: Any) -> bool:
         """An event from a thread that was not heard so far."""
@@ -56,9 +50,9 @@ class Owner:
                     self._claim()
                 return True
             if event == "optimizer_made":
-                return not self._has_stepped
+                return not self.has_stepped
             known = bool(args) and event in STEPS and session.parameters.knows(args[0])
-            if event == "optimizer_begins" and not self._stepping and (known or not self._has_stepped):
+            if event == "optimizer_begins" and not self.stepping and (known or not self.has_stepped):
                 self._claim()
                 session.drop_step()
                 return True

@@ -31,6 +31,7 @@ class UpdateProbe:
         self._copied: Living[dict[str, Tensor]] = (
             Living()
         )  # optimizer -> what was copied in the step under way
+        self._has_copied = False  # something that is still to be compared
         self._sampled_gradients: tuple[int, list[str], Tensor] | None = None
 
     def find_stale(self, step: OpenStep) -> None:
@@ -82,12 +83,16 @@ class UpdateProbe:
         """Keep these weights as they are before the step."""
         self._copies.setdefault(optimizer, optim.WeightCopy()).take(parameters)
         self._copied[optimizer] = {self._parameters.name(p): p for p in parameters}
+        self._has_copied = True
 
     def after(self, step: OpenStep, optimizer: torch.optim.Optimizer) -> None:
         """The weights are the new ones: what has become of them, and of Adam's m and v."""
         facts = self._parameters.of_optimizer(optimizer)
         self._parameters.stepped(facts["steps"])
-        named = self._copied.pop(optimizer, {})
+        named = {}
+        if self._has_copied:
+            named = self._copied.pop(optimizer, {})
+            self._has_copied = len(self._copied) > 0
         _note_rate(step, optimizer, facts)
         if not named:
             return
@@ -103,6 +108,7 @@ class UpdateProbe:
         """Parameters have other tensors now: what was copied is compared with those."""
         copied = self._copied.get(optimizer, {})
         self._copied[optimizer] = {name: tensors.get(name, old) for name, old in copied.items()}
+        self._has_copied = True
 
     def forget(self) -> None:
         """The step under way will not be measured to its end."""
@@ -154,8 +160,11 @@ class UpdateProbe:
 
 
 def _note_rate(step: OpenStep, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-    rate = optim.largest_lr(optimizer)
     step.row["optimizer"] = facts["number"]
+    groups = optimizer.param_groups
+    rate = groups[0].get("lr") if len(groups) == 1 else None
+    if type(rate) is not float:
+        rate = optim.largest_lr(optimizer)
     if isinstance(rate, Tensor):  # on a GPU: it travels with the other numbers
         step.reading.add("lr", rate)
     elif rate is not None:

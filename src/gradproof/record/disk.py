@@ -25,6 +25,7 @@ LOCAL = frozenset(
 )
 MOST_WAITING = 32 << 20  # bytes that a disk may be behind
 NO_ANSWER = "it does not answer, or is too slow"
+NONE = (-1, (0, 0))  # no descriptor, of no file
 
 
 class Files:
@@ -35,7 +36,17 @@ class Files:
         self._opened: dict[str, tuple[int, tuple[int, int]]] = {}  # descriptor, and which file it stands for
 
     def append(self, name: str, data: bytes) -> None:
-        if os.write(self._descriptor(name), data) != len(data):
+        """At the end of each step, and all in one call: between the kernels of a tiny step every other one is dear."""
+        descriptor, identity = self._opened.get(name, NONE)
+        try:
+            found = os.fstat(descriptor)
+            if (found.st_dev, found.st_ino) != identity:
+                descriptor, found = self._open(name)
+        except OSError:  # none was opened, or somebody has closed it
+            descriptor, found = self._open(name)
+        if found.st_nlink == 0:
+            raise FileNotFoundError(f"{name} was deleted")
+        if os.write(descriptor, data) != len(data):
             raise OSError("only part of a record could be written")
 
     def write_at(self, name: str, place: int, data: bytes) -> None:
@@ -54,34 +65,21 @@ class Files:
         os.close(open_to_append(self.path / name))
 
     def close_file(self, name: str) -> None:
-        descriptor, identity = self._opened.pop(name, (-1, None))
-        if identity is not None and _identity(descriptor)[0] == identity:
-            os.close(descriptor)
+        descriptor, identity = self._opened.pop(name, NONE)
+        with suppress(OSError):
+            found = os.fstat(descriptor)
+            if (found.st_dev, found.st_ino) == identity:
+                os.close(descriptor)
 
     def close(self) -> None:
         for name in list(self._opened):
             self.close_file(name)
 
-    def _descriptor(self, name: str) -> int:
-        descriptor, identity = self._opened.get(name, (-1, None))
-        found, links = _identity(descriptor) if identity is not None else (None, 1)
-        if found is None or found != identity:
-            descriptor = open_to_append(self.path / name)
-            found, links = _identity(descriptor)
-            assert found is not None
-            self._opened[name] = descriptor, found
-        if links == 0:
-            raise FileNotFoundError(f"{name} was deleted")
-        return descriptor
-
-
-def _identity(descriptor: int) -> tuple[tuple[int, int] | None, int]:
-    """Which file a descriptor stands for, None for none; and how many names it has."""
-    try:
+    def _open(self, name: str) -> tuple[int, os.stat_result]:
+        descriptor = open_to_append(self.path / name)
         found = os.fstat(descriptor)
-    except OSError:
-        return None, 0
-    return (found.st_dev, found.st_ino), found.st_nlink
+        self._opened[name] = descriptor, (found.st_dev, found.st_ino)
+        return descriptor, found
 
 
 class Aside:

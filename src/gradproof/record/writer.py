@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from gradproof.record.schema import (
     STATISTICS_FRAME,
     STEP_COLUMNS,
     STEPS_FILE,
+    TEXT_COLUMNS,
+    WHOLE_COLUMNS,
     json_line,
     pack_frame,
 )
@@ -37,7 +40,7 @@ from gradproof.record.sink import Sink, Sinks
 from gradproof.record.thinner import FrameFile
 
 MOST_WAITED = 10.0  # seconds that training may wait for the disk
-PLACES = {name: place for place, name in enumerate(STEP_COLUMNS)}
+MOST_FORMS = 64  # of rows: which columns they have
 MOST_NAMED, A_TENSOR = 24 << 20, 80  # bytes of run.json that tensors may take, and one without its name
 Store = Callable[[int, bytes], None]  # puts bytes in a place of a file
 A_WAIT = 0.25  # seconds; what is shorter may as well be a busy processor
@@ -51,6 +54,7 @@ class RunWriter:
         self.broken: str | None = None
         self._info: dict[str, Any] = {"format": FORMAT, "statistics": STATISTICS, "tensors": [], **info}
         self._numbers: dict[tuple[str, str], int] = {}
+        self._forms: dict[tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {}
         self._named = 0  # bytes
         self._info_changed = True
         self._waited = 0.0  # seconds that training has waited for the disk
@@ -94,11 +98,20 @@ class RunWriter:
 
     def write_step(self, row: Mapping[str, Any]) -> None:
         """One row of steps.csv; a missing column stays empty."""
-        cells = [""] * len(STEP_COLUMNS)
-        for name, value in row.items():  # of the columns, most steps have a few
-            if value is not None and (place := PLACES.get(name)) is not None:
-                cells[place] = f"{value:.9g}" if isinstance(value, float) else str(value)
-        self._do(self._files.append, STEPS_FILE, (",".join(cells) + "\n").encode())
+        if None in row.values():
+            row = {name: value for name, value in row.items() if value is not None}
+        names = tuple(row)
+        form = self._forms.get(names)
+        if form is None:
+            form = form_of(names)
+            if len(self._forms) < MOST_FORMS:
+                self._forms[names] = form
+        text, values_of = form
+        try:
+            line = text % values_of(row)
+        except (TypeError, ValueError):  # no number: whoever reads it leaves it out, and says so
+            line = text.replace("%.9g", "%s") % values_of(row)
+        self._do(self._files.append, STEPS_FILE, line.encode())
         if self._sinks.listening:
             self._sinks.tell("step", row)
 
@@ -199,6 +212,20 @@ class RunWriter:
         except OSError:
             with suppress(OSError):
                 self._files.make_empty(CUT_OFF_FILE)
+
+
+def form_of(names: Sequence[str]) -> tuple[str, Callable[[Any], Any]]:
+    """The text of a row that has these columns, and what picks their values.
+
+    >>> text, values_of = form_of(("loss", "step", "remark"))
+    >>> text % values_of({"loss": 0.125, "step": 4, "remark": "none of the columns"})
+    '4,,,,,0.125,,,,,,,,,,,,\\n'
+    """
+    known = [name for name in STEP_COLUMNS if name in names]
+    plain = (*WHOLE_COLUMNS, *TEXT_COLUMNS)
+    cells = {name: "%s" if name in plain else "%.9g" for name in known}
+    text = ",".join(cells.get(name, "") for name in STEP_COLUMNS) + "\n"
+    return text, itemgetter(*known) if known else lambda row: ()
 
 
 def map_ring(file: Path, size: int) -> Store:

@@ -47,6 +47,11 @@ class Room:
     def busy(self) -> bool:
         return bool(self._touched) or (self._at_work is not None and self._at_work.is_alive())
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something for `tend`."""
+        return bool(self._filled or self._touched)
+
     def ready(self, sizes: Iterable[int]) -> bool:
         """Whether there is room for memories of these sizes; where there is not, it is being made from here on."""
         if self.busy or self._none_left:
