@@ -9,8 +9,8 @@ against both patched ones. The faults are taken from the families in turn, one p
 called fixed, the unrelated patch no difference, in 95 % of them.
 
 With `--results` every answer is a line of that file, and what is there already is not tried again: a run that was
-ended goes on, and several processes may share the work (`--list` prints the names, for `--only`). With `--keep` the
-trainings stay, and a source is trained once: ten faults share their healthy twin, and after a change of what is
+ended goes on, and several processes may share the work (`--share 0/2 --within 300`). With `--keep` the trainings
+stay, and a source is trained once: ten faults share their healthy twin, and after a change of what is
 *said* of two runs everything is judged again in a minute (with `--results` of another name).
 """
 
@@ -24,6 +24,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
@@ -154,24 +155,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--results", type=Path, help="answers are appended here, and not asked for again")
     parser.add_argument("--keep", type=Path, help="the trainings stay here, and are used again")
-    parser.add_argument("--list", action="store_true", help="print the names, in their order, and end")
+    parser.add_argument("--share", default="0/1", help="of several processes: 1/3 is the second of three")
+    parser.add_argument("--within", type=float, default=math.inf, help="begin no fault after so many seconds")
     args = parser.parse_args()
     numbered = list(enumerate(in_turn(list(FAULTS))))
     chosen = [
         (number, fault) for number, fault in numbered if re.search(args.only, f"{fault.name} {fault.id}")
     ][: args.most]
-    if args.list:
-        print(*(fault.name for _, fault in chosen), sep="\n")
-        return
+    share, shares = map(int, args.share.split("/"))
     there = {row["fault"] for row in read_results(args.results)}
     rows: list[Row] = []
+    started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         directory = args.keep or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="gradproof-try-"))
         )
         directory.mkdir(parents=True, exist_ok=True)
-        for number, fault in chosen:
-            if f"{fault.family}: {fault.name}" in there:
+        for number, fault in chosen[share::shares]:
+            if f"{fault.family}: {fault.name}" in there or time.perf_counter() - started > args.within:
                 continue
             began = time.perf_counter()
             new = list(try_fault(fault, UNRELATED[number % len(UNRELATED)], args.steps, directory))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
-from gradproof.ask.spots import find_spots, is_kept, place_of, value_of
+from gradproof.ask.samples import place_of_sample
+from gradproof.ask.spots import Spot, find_spots, is_kept, place_of, targets, value_of, values_of
 from gradproof.ask.tools import Evidence, lines_behind
-from gradproof.tape.operations import Operation, Slot
+from gradproof.tape.locate import FirstBad, find_first_bad_operation
+from gradproof.tape.operations import Line, Operation, Slot
 from gradproof.tape.rows import trace_rows
 
 LONGEST_WAY = 40
+ONE_SAMPLE = re.compile(r"batch row (\d+)(?!\d|–|, \d)")
 
 
 def answer(asked: Asked) -> Answer:
@@ -23,25 +28,83 @@ def answer(asked: Asked) -> Answer:
     where = [int(i) for i in torch.unravel_index(torch.tensor(at), value.shape)] if value.dim() else []
     rows, leaf = way_back(evidence, spot.slot)
     maker = evidence.maker(spot.slot)
-    sample = batch_rows(evidence, maker, spot.slot, value, at) if maker is not None else ""
+    bad = find_first_bad_operation(evidence.tape) if not is_finite(value, at) else None
+    sample = rows_not_finite(evidence) if bad is not None and bad.kind == "data" else ""
+    sample = sample or (bad.rows if bad is not None else "")
+    sample = sample or own_row(evidence, spot, where)
+    sample = sample or (batch_rows(evidence, maker, spot.slot, value, at) if maker is not None else "")
+    file = file_of(evidence, sample)
     number = value.reshape(-1)[at].item() if value.numel() else float("nan")
     shown = f"{abs(number) if isinstance(number, complex) else number:.6g}"
     entry = f" at {where}" if where else ""
     source = source_lines(evidence, leaf)
-    sentence = f"{shown}, the largest entry of {spot.words}{entry}, was made by {len(rows)} operations"
-    sentence += f", from {sample}." if sample else "."
+    sentence = f"{shown}, the largest entry of {spot.words}{entry}, was made by {counted(rows)}"
+    sentence += f", from {sample}" if sample else ""
+    sentence += f", which is {file}." if file else "."
+    if bad is not None:
+        sentence += f" {first_said(bad)}"
     return Answer(
         "origin",
         sentence,
         "proven" if rows else "measured",
-        numbers={"value": shown, "index": where, "samples": sample or "not told apart", "source": source},
-        place=place_of(maker),
+        numbers={
+            "value": shown,
+            "index": where,
+            "samples": sample or "not told apart",
+            "source": source,
+            "file": file,
+        },
+        place=(short(bad.line) if bad is not None and bad.line is not None else place_of(maker)),
         rows=tuple(rows),
-        not_looked_at=("operands other than the largest of each operation",),
+        not_looked_at=(
+            "operands other than the largest of each operation",
+            *(
+                ()
+                if file
+                else ("the file and row of it: no DataLoader handed out this batch, or it says neither",)
+            ),
+        ),
         ask_next=tuple(
             f"gradproof ask RUN line --of {row['line'].split(' ')[0]}" for row in rows[1:2] if row["line"]
         ),
     )
+
+
+def counted(rows: list[Row]) -> str:
+    return f"{len(rows)} operation{'' if len(rows) == 1 else 's'}"
+
+
+def is_finite(value: Tensor, at: int) -> bool:
+    return not value.numel() or bool(torch.isfinite(value.reshape(-1)[at]))
+
+
+def first_said(bad: FirstBad) -> str:
+    """Where what is not finite begins: in an operation, or in the data themselves."""
+    what = bad.operator if bad.kind == "operation" else bad.kind
+    at = f" at {short(bad.line)}" if bad.line else ""
+    return f"The first {bad.value} of the step is in {what}{at}: {bad.why}."
+
+
+def short(line: Line) -> str:
+    return f"{line.file.rsplit('/', 1)[-1]}:{line.number} in {line.function}"
+
+
+def rows_not_finite(evidence: Evidence) -> str:
+    """Of what came in, where that is what is not finite: the one sample that is bad."""
+    spots = [Spot(slot, "batch") for slot in (*evidence.flow.inputs, *targets(evidence))]
+    values = values_of(evidence, spots).values() if spots else ()
+    bad = [(~torch.isfinite(v)).reshape(len(v), -1).any(1) for v in values if v.dim() and len(v)]
+    rows = {row for each in bad for row in each.nonzero().flatten().tolist()}
+    return f"batch row {rows.pop()}" if len(rows) == 1 else ""
+
+
+def own_row(evidence: Evidence, spot: Spot, where: list[int]) -> str:
+    """Of the batch itself: its first axis are the samples."""
+    flow = evidence.flow
+    given = {*flow.inputs, *targets(evidence)}
+    sizes = {shape[0] for slot in flow.inputs if (shape := evidence.slot(slot).shape)}
+    mine = spot.slot in given and not spot.gradient and where and evidence.slot(spot.slot).shape[0] in sizes
+    return f"batch row {where[0]}" if mine else ""
 
 
 def worst(value: Tensor) -> Tensor:
@@ -91,6 +154,14 @@ def batch_rows(evidence: Evidence, maker: Operation, slot: int, value: Tensor, a
     if maker.in_backward is not None or value.numel() < 2:
         return ""
     return trace_rows(evidence.tape, maker, maker, slot, bad.reshape(value.shape))
+
+
+def file_of(evidence: Evidence, sample: str) -> str:
+    """The file and row of the one sample that a number comes from."""
+    found = ONE_SAMPLE.search(sample)
+    sizes = {shape[0] for spot in evidence.flow.inputs if (shape := evidence.slot(spot).shape)}
+    places = {place_of_sample(evidence, int(found[1]), size) for size in sizes} - {""} if found else set()
+    return places.pop() if len(places) == 1 else ""
 
 
 def source_lines(evidence: Evidence, leaf: int) -> list[str]:
