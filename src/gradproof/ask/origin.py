@@ -29,8 +29,7 @@ def answer(asked: Asked) -> Answer:
     rows, leaf = way_back(evidence, spot.slot)
     maker = evidence.maker(spot.slot)
     bad = find_first_bad_operation(evidence.tape) if not is_finite(value, at) else None
-    sample = rows_not_finite(evidence) if bad is not None and bad.kind == "data" else ""
-    sample = sample or (bad.rows if bad is not None else "")
+    sample = rows_not_finite(evidence) or bad.rows if bad is not None else ""
     sample = sample or own_row(evidence, spot, where)
     sample = sample or (batch_rows(evidence, maker, spot.slot, value, at) if maker is not None else "")
     file = file_of(evidence, sample)
