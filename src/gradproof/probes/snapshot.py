@@ -3,8 +3,8 @@
     with starting_from("runs/a/specimens/step-00000300") as snapshot:
         ...  # the script; print(snapshot) says what was taken over
 
-What the script makes is filled as soon as an optimizer holds it, before the first forward. Its data, its schedules and its
-own counters begin as they always do. This changes a training, and is done for nobody who does not ask for it.
+What the script makes is filled as soon as an optimizer holds it, before the first forward. Its data, its schedules and
+its own counters begin as they always do. This changes a training, and is done for nobody who does not ask for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Snapshot:
     def __init__(self, specimen: Specimen) -> None:
         self.specimen = specimen
         self.taken: dict[int, Tensor] = {}  # id of a live parameter -> what it got its values from
-        self.seen: dict[int, Tensor] = {}  # live parameters that an optimizer holds, kept so that ids stay theirs
+        self.seen: dict[
+            int, Tensor
+        ] = {}  # live parameters that an optimizer holds, kept so that ids stay theirs
         self.states = 0
         self._records = list(specimen.optimizers)
 
@@ -50,12 +52,16 @@ class Snapshot:
                 self._fill_module(module, skeleton)
         theirs = [p for group in record.param_groups for p in group["params"]] if record is not None else []
         mine = list(held.values())
-        if not any(key in self.taken for key in held) and [p.shape for p in theirs] == [p.shape for p in mine]:
+        if not any(key in self.taken for key in held) and [p.shape for p in theirs] == [
+            p.shape for p in mine
+        ]:
             for live, kept in zip(mine, theirs, strict=True):
                 self._copy(live, kept)
         if record is not None:
             handle = optimizer.register_step_pre_hook(
-                lambda *_: self._give_states(optimizer, record, handle)  # what a class makes in __init__ is there now
+                lambda *_: self._give_states(
+                    optimizer, record, handle
+                )  # what a class makes in __init__ is there now
             )
 
     def _record_of(self, optimizer: Optimizer) -> Any:
