@@ -84,7 +84,9 @@ def test_what_if_a_function_of_the_script_were_another(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = recorded(tmp_path, 50)
     patch = tmp_path / "fix.diff"
-    patch.write_text(diff(SLOW, SLOW.replace("return x.sum(1, keepdim=True)", "return -x.sum(1, keepdim=True)")))
+    patch.write_text(
+        diff(SLOW, SLOW.replace("return x.sum(1, keepdim=True)", "return -x.sum(1, keepdim=True)"))
+    )
     found = gradproof.open(run).ask("what-if", patch=str(patch), steps=4)
     start = found.rows[0]["as_it_was"]
     assert start < 1.5 and found.rows[0]["changed"] > 4 * start  # it had learnt the one, not the other
