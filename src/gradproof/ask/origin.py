@@ -30,8 +30,9 @@ def answer(asked: Asked) -> Answer:
     maker = evidence.maker(spot.slot)
     bad = find_first_bad_operation(evidence.tape) if not is_finite(value, at) else None
     sample = rows_not_finite(evidence) or bad.rows if bad is not None else ""
-    sample = sample or own_row(evidence, spot, where)
-    sample = sample or (batch_rows(evidence, maker, spot.slot, value, at) if maker is not None else "")
+    sample = sample or ("" if spot.gradient else own_row(evidence, spot.slot, where))
+    if not sample and maker is not None and not is_finite(value, at):
+        sample = batch_rows(evidence, maker, spot.slot, value, at)
     file = file_of(evidence, sample)
     number = value.reshape(-1)[at].item() if value.numel() else float("nan")
     shown = f"{abs(number) if isinstance(number, complex) else number:.6g}"
@@ -51,7 +52,7 @@ def answer(asked: Asked) -> Answer:
             "index": where,
             "samples": sample or "not told apart",
             "source": source,
-            "file": file,
+            **({"file": file} if file else {}),
         },
         place=(short(bad.line) if bad is not None and bad.line is not None else place_of(maker)),
         rows=tuple(rows),
@@ -97,13 +98,19 @@ def rows_not_finite(evidence: Evidence) -> str:
     return f"batch row {rows.pop()}" if len(rows) == 1 else ""
 
 
-def own_row(evidence: Evidence, spot: Spot, where: list[int]) -> str:
-    """Of the batch itself: its first axis are the samples."""
-    flow = evidence.flow
-    given = {*flow.inputs, *targets(evidence)}
-    sizes = {shape[0] for slot in flow.inputs if (shape := evidence.slot(slot).shape)}
-    mine = spot.slot in given and not spot.gradient and where and evidence.slot(spot.slot).shape[0] in sizes
-    return f"batch row {where[0]}" if mine else ""
+def own_row(evidence: Evidence, slot: int, where: list[int]) -> str:
+    """The sample, and the position, that an entry belongs to by its place: where the first axes are the batch's."""
+    shape = evidence.slot(slot).shape
+    if not where or evidence.slot(slot).kind in ("parameter", "buffer", "state"):
+        return ""
+    for given in (evidence.slot(each).shape for each in evidence.flow.inputs):
+        samples, positions = (*given, 1, 1)[:2] if given else (0, 1)
+        if samples > 1 and shape[0] == samples:
+            at = f", position {where[1]}" if len(shape) > 1 and shape[1] == positions > 1 else ""
+            return f"batch row {where[0]}{at}"
+        if positions > 1 and shape[0] == samples * positions:
+            return f"batch row {where[0] // positions}, position {where[0] % positions}"
+    return ""
 
 
 def worst(value: Tensor) -> Tensor:
