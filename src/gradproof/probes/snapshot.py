@@ -145,6 +145,7 @@ def starting_from(path: str | os.PathLike) -> Iterator[Snapshot]:
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    for child in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for child in below:
         yield child
         yield from subclasses(child)
