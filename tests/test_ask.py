@@ -41,6 +41,16 @@ def test_a_wrong_gradient_is_named_and_a_right_one_is_right(tmp_path, healthy):
     assert {row["parameter"] for row in right.rows} == {"2.weight", "2.bias"}
 
 
+def test_one_gradient_is_judged_without_the_others(tmp_path):
+    run = gradproof.open(classifier(tmp_path / "run", lambda scores: HalfTanh.apply(scores)))
+    one = run.ask("gradient", of="0.weight")
+    assert one.sentence.startswith("No: 1 of 1") and "HalfTanh" in one.sentence
+    assert "shadow" not in vars(run._open(None))  # the whole was not worked out
+    whole = run.ask("gradient")
+    same = next(row for row in whole.rows if row["parameter"] == "0.weight")
+    assert same["error"] == pytest.approx(one.rows[0]["error"]) and same["verdict"] == one.rows[0]["verdict"]
+
+
 def test_samples_that_hear_each_other_are_heard(tmp_path, healthy):
     coupled = gradproof.open(classifier(tmp_path / "run", lambda scores: scores - scores.mean(0))).ask(
         "hears"

@@ -42,9 +42,11 @@ def add_ask(commands: argparse._SubParsersAction) -> None:
 
 
 def ask(args: argparse.Namespace) -> int:
+    from gradproof.ask.memory import keep_freed_memory
     from gradproof.ask.opened import OpenedRun
     from gradproof.commands.watching import write_json
 
+    keep_freed_memory()
     found = OpenedRun(args.run).ask(
         args.question,
         step=args.step,
