@@ -3,6 +3,8 @@
 import inspect
 import json
 import os
+import subprocess
+import sys
 
 import asked_runs
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradproof
+from gradproof import children
 from gradproof.ask.answer import MOST, Answer, bounded
 from gradproof.ask.kinds import KINDS
 from gradproof.cli import main
@@ -36,6 +39,16 @@ def test_a_wrong_gradient_is_named_and_a_right_one_is_right(tmp_path, healthy):
     right = healthy.ask("gradient", of="2")
     assert right.sentence.startswith("Yes") and right.confidence == "proven"
     assert {row["parameter"] for row in right.rows} == {"2.weight", "2.bias"}
+
+
+def test_one_gradient_is_judged_without_the_others(tmp_path):
+    run = gradproof.open(classifier(tmp_path / "run", lambda scores: HalfTanh.apply(scores)))
+    one = run.ask("gradient", of="0.weight")
+    assert one.sentence.startswith("No: 1 of 1") and "HalfTanh" in one.sentence
+    assert "shadow" not in vars(run._open(None))  # the whole was not worked out
+    whole = run.ask("gradient")
+    same = next(row for row in whole.rows if row["parameter"] == "0.weight")
+    assert same["error"] == pytest.approx(one.rows[0]["error"]) and same["verdict"] == one.rows[0]["verdict"]
 
 
 def test_samples_that_hear_each_other_are_heard(tmp_path, healthy):
@@ -96,7 +109,9 @@ def test_a_nan_comes_from_its_sample(tmp_path, healthy):
     assert "nan" in found.sentence and "batch row 5" in found.sentence
     assert [row["operation"] for row in found.rows] == ["addmm", "tanh", "addmm"]
     finite = healthy.ask("origin", of="2")
-    assert "nan" not in finite.sentence and "batch row" in finite.sentence
+    assert "nan" not in finite.sentence and "finite" not in finite.sentence
+    assert f"batch row {finite.numbers['index'][0]}." in finite.sentence
+    assert healthy.ask("origin", of="0.weight").numbers["samples"] == "not told apart"
 
 
 def test_samples_without_weight_are_counted(tmp_path, healthy):
@@ -224,6 +239,29 @@ def test_where_two_runs_part(tmp_path, healthy):
     assert "parameter" in healthy.ask("parting", step=1, other=str(tmp_path / "faster")).rows[0]["what"]
     code = healthy.ask("parting", other=str(classifier(tmp_path / "code", lambda scores: 2 * scores)))
     assert code.step == 0 and "mul" in (code.rows[0]["there"], code.rows[0]["here"])
+
+
+def test_two_runs_part_at_a_row_of_their_data(tmp_path):
+    x = torch.randn(12, 4)
+    other = x.clone()
+    other[5:7] += 1
+    first = gradproof.open(classifier(tmp_path / "first", x=x))
+    found = first.ask("parting", other=str(classifier(tmp_path / "other", x=other)))
+    assert (
+        found.rows[0]["first_row"] == 5 and found.rows[0]["rows"] == 2 and "from row 5 on" in found.sentence
+    )
+
+
+def test_an_update_is_judged_without_a_compiler(tmp_path):
+    """Loading it takes five seconds, and an update needs none."""
+    run = classifier(tmp_path / "run", optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    program = f"""
+import sys, gradproof
+found = gradproof.open({str(run)!r}).ask("update")
+sys.exit(not found.sentence.startswith("Yes") or "torch._dynamo" in sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": children.environment()["PYTHONPATH"]}
+    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0
 
 
 def faster(model):

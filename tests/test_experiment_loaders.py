@@ -33,7 +33,7 @@ def batches(*halves):
     """Rows of data as loaders hand them out, and the facts that the probe notes of them."""
     parts = [data[rows] for data, rows in halves]
     noted = {
-        i: describe(rows.tolist(), 40, part)
+        i: describe(rows.tolist(), range(40), part)
         for i, ((_, rows), part) in enumerate(zip(halves, parts, strict=True))
     }
     return parts, {"_fetched": noted}

@@ -45,6 +45,24 @@ def test_what_is_planted_is_named(trains_well, name, options, words):
     assert words in str(failed.value)
 
 
+def averaged():
+    """One prediction for the whole batch: nobody can say who hears whom."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer, lambda: F.mse_loss(model(x).mean(0), torch.zeros(3)))
+    return step, model, optimizer
+
+
+def test_what_cannot_be_asked_has_not_passed(trains_well):
+    with pytest.raises(pytest.fail.Exception, match=r"cannot be told.*but=\['independence'\]"):
+        trains_well(*averaged())
+
+
+def test_what_cannot_be_asked_can_be_left_out(trains_well):
+    trains_well(*averaged(), but=["independence"])
+
+
 def test_what_need_not_hold_is_not_asked(trains_well):
     trains_well(*training(after=HalfTanh.apply), but=["gradients"])
 

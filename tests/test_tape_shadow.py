@@ -344,10 +344,10 @@ def test_a_codebook_passed_straight_through_is_meant():
 def test_where_a_gpu_has_no_room_for_float64_half_precision_is_compared_with_float32(wrong, monkeypatch):
     real = shadow_module.differentiate
 
-    def without_room(tape, dtype=None):
+    def without_room(tape, dtype=None, **options):
         if dtype == torch.float64:
             raise torch.OutOfMemoryError("no room")
-        return real(tape, dtype)
+        return real(tape, dtype, **options)
 
     monkeypatch.setattr(shadow_module, "differentiate", without_room)
     answer = shadow_of("linear" if wrong else None, wrong, "bfloat16")

@@ -137,7 +137,7 @@ class Desk:
 
     # -- what starts a script ------------------------------------------------------------------------------------
 
-    def try_patch(self, run: str, patch: str, steps: int) -> Job:
+    def try_patch(self, run: str, patch: str, steps: int, begin: int | None = None) -> Job:
         """The script of a run with and without a patch; its directory has to be one of the allowed ones."""
         path = self.find(run)
         self._allow(Path(str(open_run(path).info.get("directory") or "/")))
@@ -157,6 +157,7 @@ class Desk:
                     "--steps",
                     str(steps),
                     "--json",
+                    *(["--from", str(begin)] if begin is not None else []),
                 ]
                 self._run(job, words, Path(folder))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
+from gradproof.ask.samples import also_validated, by_source
 from gradproof.ask.spots import Spot, describe, find_spots, place_of, values_of
 from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
@@ -31,10 +32,11 @@ def answer(asked: Asked) -> Answer:
         for spot, value in values.items()
     ]
     rows += [
-        {"what": f"validation at {line}", "samples": len(samples)}
-        for line, samples in evidence.facts.evaluated.items()
+        {"what": f"validation at {line}", "samples": sum(map(len, batches))}
+        for line, batches in evidence.facts.evaluated.items()
     ]
-    rows += [{"what": "loader", **plain_part(loader)} for loader in evidence.facts.fetched[:4]]
+    sources = by_source(evidence)
+    rows += sources
     rows += [{"what": "sampler", **plain_part(sampler)} for sampler in evidence.facts.samplers[:4]]
     first = rows[0]
     repeated = sum(int(row.get("repeated_rows", 0)) for row in rows)
@@ -43,13 +45,25 @@ def answer(asked: Asked) -> Answer:
     sentence += (
         f", {repeated} rows twice." if repeated else ", no row twice." if "repeated_rows" in first else "."
     )
+    files = [str(row["what"]).removeprefix("source ") for row in sources if "samples" in row]
+    if files:
+        sentence += (
+            f" They come from {', '.join(files[:3])}{f' and {len(files) - 3} more' if files[3:] else ''}."
+        )
+    again = also_validated(evidence, [value for spot, value in values.items() if spot in inputs])
+    if again:
+        sentence += f" {again} samples that were validated on are in this batch."
     return Answer(
         "fed",
         sentence,
         "measured",
         place=first["made_at"] or place_of(evidence.maker(inputs[0].slot)) if inputs else None,
         rows=tuple(rows),
-        not_looked_at=("other steps: ask again with --step", "data that the loop has not come to yet"),
+        not_looked_at=(
+            "other steps: ask again with --step",
+            "data that the loop has not come to yet",
+            *(() if sources else ("files and splits: no DataLoader handed out this batch",)),
+        ),
         ask_next=("gradproof ask RUN do_batches_differ", "gradproof ask RUN tensor --of input"),
     )
 

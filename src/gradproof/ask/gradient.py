@@ -5,12 +5,20 @@ from __future__ import annotations
 from gradproof.ask.answer import Answer
 from gradproof.ask.opened import Asked
 from gradproof.ask.spots import below, suggest
+from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.tape.shadow import Shadow, shadow
+
+
+def judged(evidence: Evidence, wanted: str) -> Shadow:
+    """The step against float64; of what is asked about alone, unless all of it is known already."""
+    slots = [slot.index for slot in evidence.tape.parameters if below(slot.name, wanted)] if wanted else []
+    return shadow(evidence.tape, slots) if slots and "shadow" not in vars(evidence) else evidence.shadow
 
 
 def answer(asked: Asked) -> Answer:
-    found = asked.evidence.shadow
     wanted = asked.of.removesuffix(".grad")
+    found = judged(asked.evidence, wanted)
     mine = [p for p in found.parameters if below(p.name, wanted)]
     if not mine and wanted:
         raise UserError(f"no gradient of {wanted!r} is judged; {suggest(asked.evidence, wanted)}")

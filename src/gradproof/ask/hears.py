@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -22,17 +25,18 @@ def answer(asked: Asked) -> Answer:
     if spot is None or not listeners:
         raise UserError(f"step {evidence.step} has no prediction that could be told apart: nobody to listen")
     value, rows = value_of(evidence, spot), []
-    listener = listeners[0]
-    before = evidence.flow.values([listener], {}, torch.float64)[listener]
+    hearing = Hearing(evidence, spot, listeners[0], value)
+    before = hearing.own
     samples = value.shape[0] if value.dim() else 1
     for axis in range(min(2, value.dim())):
         if value.shape[axis] >= 2 and along(before, tuple(value.shape), axis) is not None:
             tried = chosen(value.shape[axis])
-            rows += [exchange(evidence, spot, listener, before, value, axis, i) for i in tried]
+            rows += [exchange(hearing, axis, i) for i in tried]
     if not rows or rows[0]["changed"] != "sample":
         raise UserError(
             f"who hears whom cannot be told: {spot.words} is {list(value.shape)}, the prediction {list(before.shape)}"
         )
+    eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
     across = [row for row in rows if row["changed"] == "sample" and row["heard_by_others"]]
     back = [row for row in rows if row["changed"] == "position" and row["heard_before"]]
     heard = [row for row in rows if row["heard_by_itself"] or row["heard_by_others"]]
@@ -56,6 +60,11 @@ def answer(asked: Asked) -> Answer:
             f"{len(chosen(samples))} of {samples} samples were exchanged, each for another of the batch",
             *(f"a second prediction (slot {s})" for s in listeners[1:2]),
             "BatchNorm's statistics are part of what is heard",
+            *(
+                ()
+                if hearing.true is not None
+                else (f"what is less than {eps:.0e} of a prediction: its rounding",)
+            ),
         ),
         ask_next=("gradproof ask RUN are_samples_independent", "gradproof ask RUN does_it_see_the_future"),
     )
@@ -79,10 +88,47 @@ def along(prediction: Tensor, shape: tuple[int, ...], axis: int) -> Tensor | Non
     return None
 
 
-def exchange(
-    evidence: Evidence, spot: Spot, listener: int, before: Tensor, value: Tensor, axis: int, index: int
-) -> Row:
+@dataclass
+class Hearing:
+    """What a prediction says to an input: in float32 at least; in float64 where that must decide."""
+
+    evidence: Evidence
+    spot: Spot
+    listener: int
+    value: Tensor
+    true: Tensor | None = None  # what it says to the input as it was, in float64
+
+    def said(self, changed: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        leaves, flow = {} if changed is None else {self.spot.slot: changed}, self.evidence.flow
+        return flow.values([self.listener], leaves, dtype or flow.fine)[self.listener]
+
+    @cached_property
+    def own(self) -> Tensor:
+        return self.said(None)
+
+    def changes(self, changed: Tensor, axis: int, index: int) -> Tensor:
+        """By how much the prediction of each sample (axis 0) or position (1) changes.
+
+        A row that hears nothing of it computes the same numbers again, to the last bit, in any precision. Where one
+        changes that ought not to, float64 tells whether that is more than rounding: it takes several times as long.
+        """
+        found = self._changes(self.said(changed), self.own, axis)
+        silent = slice(0, index) if axis else [i for i in range(len(found)) if i != index]
+        if not bool(found[silent].any()):
+            return found
+        if self.true is None:
+            self.true = self.said(None, torch.float64)
+        return self._changes(self.said(changed, torch.float64), self.true, axis)
+
+    def _changes(self, after: Tensor, before: Tensor, axis: int) -> Tensor:
+        each = along((after.double() - before.double()).abs(), tuple(self.value.shape), axis)
+        assert each is not None
+        return each.amax(1)
+
+
+def exchange(hearing: Hearing, axis: int, index: int) -> Row:
     """One sample (axis 0) or position (axis 1) replaced by another one that differs from it."""
+    value = hearing.value
     count = value.shape[axis]
     here = value.select(axis, index)
     others = [(index + by) % count for by in range(1, count)]
@@ -92,10 +138,7 @@ def exchange(
         return row_of(word, index, [], "all are alike")
     changed = value.clone()
     changed.select(axis, index).copy_(value.select(axis, other))
-    after = evidence.flow.values([listener], {spot.slot: changed}, torch.float64)[listener]
-    each = along((after - before).abs(), tuple(value.shape), axis)
-    assert each is not None
-    most = each.amax(1)
+    most = hearing.changes(changed, axis, index)
     who = (most > HEARD * float(most.max())).nonzero().flatten().tolist() if bool(most.any()) else []
     return row_of(word, index, who)
 

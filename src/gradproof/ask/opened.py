@@ -38,6 +38,7 @@ class Asked:
     part: str = ""  # of a tensor: "0:4,2"
     other: str = ""  # a second run
     steps: int = 24  # to train, of a what-if
+    patch: str = ""  # of a what-if: a diff of the script; it is run, so only who may run scripts passes one
 
     @property
     def evidence(self) -> Evidence:
@@ -71,6 +72,7 @@ class OpenedRun:
         part: str = "",
         other: str = "",
         steps: int = 24,
+        patch: str = "",
         cursor: int = 0,
         most: int = 4_000,
     ) -> Answer:
@@ -81,7 +83,7 @@ class OpenedRun:
             if not name:
                 found = self.what_can_be_asked()
             elif name in BY_NAME:
-                asked = Asked(self.run, step, self._open, of, change, part, other, steps)
+                asked = Asked(self.run, step, self._open, of, change, part, other, steps, patch)
                 found = self._answer(BY_NAME[name], asked)
             else:
                 found = self._examine(question.strip(), step)
@@ -127,6 +129,10 @@ class OpenedRun:
             path = self._file(step)
             self._evidence = step, Evidence(load(path), directory=None)
         return self._evidence[1]
+
+    def specimen(self, step: int | None = None) -> Path:
+        """The file of a recorded step; the last one where none is named."""
+        return self._file(self._choose(step))
 
     def _file(self, step: int) -> Path:
         return next(path for path in find_specimens(self.path) if path.name == f"step-{step:08d}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked, OpenedRun
+from gradproof.ask.samples import place_of_sample
 from gradproof.ask.spots import is_kept, place_of, relative
 from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
@@ -31,6 +32,7 @@ def answer(asked: Asked) -> Answer:
     step, rows = first_difference(first, other, steps, loss, asked.step is not None)
     if rows:
         found = f"step {step}, {rows[0]['what']}"
+        found += f", from row {rows[0]['first_row']} on" if "first_row" in rows[0] else ""
     elif loss is not None:
         found = f"the loss of step {loss}; no step recorded in both differs before it"
     else:
@@ -38,7 +40,8 @@ def answer(asked: Asked) -> Answer:
     return Answer(
         "parting",
         f"They {f'part at {found}' if found else 'do not part in what was looked at'}. "
-        f"{len(settings)} settings, versions or lines of code differ.",
+        f"{len(settings)} {'setting, version or line' if len(settings) == 1 else 'settings, versions or lines'} "
+        "of code differ.",
         "proven" if rows else "measured",
         step=step if rows else loss,
         place=str(rows[0].get("line") or "") or None if rows else None,
@@ -89,7 +92,13 @@ def compared(what: str, here: Evidence, slot: int, there: Evidence, other: int) 
         return []
     one, two = one.double().cpu(), two.double().cpu()
     apart = relative(float((one - two).norm()), float(one.norm()))
-    return [] if apart <= ROUNDING else [{"what": what, "apart": apart}]  # NaN is apart
+    if apart <= ROUNDING:  # NaN is apart
+        return []
+    row: Row = {"what": what, "apart": apart}
+    if one.dim() and here.slot(slot).kind != "parameter":
+        rows = (one != two).reshape(len(one), -1).any(1).nonzero().flatten().tolist()
+        row |= {"first_row": rows[0], "rows": len(rows), "file": place_of_sample(here, rows[0], len(one))}
+    return [row]
 
 
 def operations(here: Evidence, there: Evidence) -> list[Row]:

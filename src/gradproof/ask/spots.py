@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from gradproof.tape.replay import replay_exactly
 
 WORDS = ("input", "target", "prediction", "loss")
 MOST_SPOTS = 200
+PART = 1 << 20  # numbers that are looked at together
 
 
 @dataclass(frozen=True)
@@ -152,18 +154,38 @@ def describe(value: Tensor) -> dict[str, float | int | list[int] | str]:
         "shape": list(value.shape),
         "dtype": str(value.dtype).removeprefix("torch."),
     }
-    flat = value.reshape(-1)
-    flat = flat.abs() if flat.is_complex() else flat
-    flat = flat.double()
-    finite = flat[torch.isfinite(flat)]
+    flat = real(value)
+    finite = finite_of(flat)
     if len(finite) < len(flat):
         found["nan"], found["inf"] = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
     if len(finite):
-        found |= {"min": float(finite.min()), "max": float(finite.max()), "mean": float(finite.mean())}
-        found["std"] = float(finite.std()) if len(finite) > 1 else 0.0
-        found["norm"] = float(torch.linalg.vector_norm(finite))
-        found["zero"] = float((finite == 0).double().mean())
+        low, high = torch.aminmax(finite)
+        mean = sum(float(part.sum()) for part in in_parts(finite)) / len(finite)
+        spread = sum(float((part - mean).square().sum()) for part in in_parts(finite))
+        found |= {"min": float(low), "max": float(high), "mean": mean}
+        found["std"] = math.sqrt(spread / (len(finite) - 1)) if len(finite) > 1 else 0.0
+        found["norm"] = math.sqrt(sum(float(part.square().sum()) for part in in_parts(finite)))
+        found["zero"] = int((finite == 0).sum()) / len(finite)
     return found
+
+
+def real(value: Tensor) -> Tensor:
+    """All numbers in one row; of complex ones their size, of truth values 0 and 1."""
+    flat = value.reshape(-1)
+    return flat.abs() if flat.is_complex() else flat.byte() if flat.dtype == torch.bool else flat
+
+
+def finite_of(flat: Tensor) -> Tensor:
+    """Those that are finite: the tensor itself, not a copy, where all are."""
+    if not flat.numel() or not flat.is_floating_point():
+        return flat
+    ends = torch.stack(torch.aminmax(flat))  # a NaN is both of them
+    return flat if bool(torch.isfinite(ends).all()) else flat[torch.isfinite(flat)]
+
+
+def in_parts(flat: Tensor) -> Iterator[Tensor]:
+    """Some numbers at a time, in float64: a copy of all of a large tensor is slower than what is done with it."""
+    return (part.double() for part in flat.split(PART))
 
 
 def place_of(operation: Operation | None) -> str | None:

@@ -7,7 +7,18 @@ from torch import Tensor
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
-from gradproof.ask.spots import Spot, describe, find_spots, place_of, targets, values_of
+from gradproof.ask.spots import (
+    PART,
+    Spot,
+    describe,
+    find_spots,
+    finite_of,
+    in_parts,
+    place_of,
+    real,
+    targets,
+    values_of,
+)
 from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
 
@@ -64,9 +75,7 @@ def largest(evidence: Evidence, spot: Spot, value: Tensor) -> list[Row]:
     """The largest entries, those that are not finite first, and the target of the sample that each belongs to."""
     if not value.numel():
         return []
-    size = value.reshape(-1).abs().double()
-    size = torch.where(torch.isfinite(size), size, torch.inf)
-    order = torch.topk(size, min(LARGEST, len(size))).indices
+    order = largest_of(value.reshape(-1))
     labels = labels_of(evidence, value, spot)
     rows: list[Row] = []
     for at in order:
@@ -77,6 +86,17 @@ def largest(evidence: Evidence, spot: Spot, value: Tensor) -> list[Row]:
             row["sample"], row["target"] = index[0], labels[index[0]]
         rows.append(row)
     return rows
+
+
+def largest_of(flat: Tensor) -> Tensor:
+    """Where the largest are: first of each part, then of those."""
+    best: list[tuple[float, int]] = []
+    for number, part in enumerate(flat.split(PART)):
+        size = part.abs().double()
+        size = torch.where(torch.isnan(size), torch.inf, size)
+        found = torch.topk(size, min(LARGEST, len(size)))
+        best += [(-s, number * PART + at) for s, at in zip(found[0].tolist(), found[1].tolist(), strict=True)]
+    return torch.tensor([at for _, at in sorted(best)[:LARGEST]], dtype=torch.int64)
 
 
 def labels_of(evidence: Evidence, value: Tensor, spot: Spot) -> list[object] | None:
@@ -96,12 +116,13 @@ def labels_of(evidence: Evidence, value: Tensor, spot: Spot) -> list[object] | N
 
 
 def histogram(value: Tensor) -> list[Row]:
-    flat = value.reshape(-1)
-    flat = (flat.abs() if flat.is_complex() else flat).double()
-    flat = flat[torch.isfinite(flat)]
-    if len(flat) < 2 or float(flat.min()) == float(flat.max()):
+    flat = finite_of(real(value))
+    if len(flat) < 2:
         return []
-    low, high = float(flat.min()), float(flat.max())
-    counts = torch.histc(flat.cpu(), BINS, low, high).long().tolist()
+    low, high = (float(end) for end in torch.aminmax(flat))
+    if low == high:
+        return []
+    parts = [torch.histc(part.cpu(), BINS, low, high).long() for part in in_parts(flat)]
+    counts = torch.stack(parts).sum(0).tolist()
     width = (high - low) / BINS
     return [{"from": low + i * width, "to": low + (i + 1) * width, "count": n} for i, n in enumerate(counts)]

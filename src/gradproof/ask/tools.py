@@ -11,4 +11,6 @@ from gradproof.experiments.instruments.update import is_by_hand as is_by_hand
 from gradproof.experiments.instruments.update import named_parameters as named_parameters
 from gradproof.experiments.instruments.weights import pull as pull
 from gradproof.experiments.instruments.weights import take_apart as take_apart
+from gradproof.experiments.loaders import Fetched as Fetched
+from gradproof.experiments.loaders import slots_of as slots_of
 from gradproof.experiments.needs import why_not as why_not

@@ -42,6 +42,7 @@ NOT_COPIED = {
 EXAMINE = "all"  # of both trainings, whatever it takes
 DIFFERENT = 0.02  # of a loss
 NOISES = 4.0  # times what two windows of the same curve differ by chance
+BEGAN = "gradproof: began with"  # what a training says that begins with a recorded step
 FIXED, BETTER, SAME, WORSE = "fixed", "better", "no difference", "worse"
 
 
@@ -82,9 +83,16 @@ class Trial:
 
 
 def try_patch(
-    run: Run, patch: Path, out: Path, steps: int = 100, links: bool = False, within: int = 600
+    run: Run,
+    patch: Path,
+    out: Path,
+    steps: int = 100,
+    links: bool = False,
+    within: int = 600,
+    begin: int | None = None,
+    examine: str = EXAMINE,
 ) -> Trial:
-    """Both trainings, below `out`, and what came of them."""
+    """Both trainings, below `out`, from the start or from the recorded step `begin`, and what came of them."""
     patches = parse_patch(read_file(patch, LARGEST).decode("utf-8", "replace"))
     directory, script, arguments = find_program(run)
     notes: list[str] = []
@@ -93,9 +101,12 @@ def try_patch(
         notes = put_script_back(run, out / name / script)
     changed = apply_patch(fitting(patches, out / "patched"), out / "patched")
     runs = []
+    place = f"{run.path.absolute()}:{begin}" if begin is not None else ""
     for name in ("original", "patched"):
-        start(out / name, script, arguments, out / f"run-{name}", steps, within)
+        said = start(out / name, script, arguments, out / f"run-{name}", steps, within, place, examine)
         runs.append(open_run(out / f"run-{name}"))
+        if begin is not None:
+            notes = [*notes, f"{name} {said}; data and schedules begin anew"]
     return judge(runs[0], runs[1], finding_of(diagnose(run)), changed, notes)
 
 
@@ -178,10 +189,20 @@ def fitting(patches: list[FilePatch], directory: Path) -> list[FilePatch]:
     return patches
 
 
-def start(directory: Path, script: Path, arguments: list[str], out: Path, steps: int, within: int) -> None:
-    """One of the two trainings."""
+def start(
+    directory: Path,
+    script: Path,
+    arguments: list[str],
+    out: Path,
+    steps: int,
+    within: int,
+    begin: str = "",
+    examine: str = EXAMINE,
+) -> str:
+    """One of the two trainings; what it says of the recorded step that it begins with (RUN:STEP), if there is one."""
     command = [sys.executable, "-m", "gradproof", "run", "--quiet", "--seed", "0", "--steps", str(steps)]
-    command += ["--examine", EXAMINE, "--out", str(out), "--", str(script), *arguments]
+    command += ["--examine", examine, "--out", str(out), *(["--from", begin] if begin else [])]
+    command += ["--", str(script), *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     environment.pop("GRADPROOF", None)
     # whoever starts us from a source tree has put it on PYTHONPATH, perhaps by a relative path
@@ -209,6 +230,8 @@ def start(directory: Path, script: Path, arguments: list[str], out: Path, steps:
             f"{script} in {directory.name} could not be watched: {plain(last)}; "
             f"does it run with `python {script}`, from a copy?"
         )
+    told = (line for line in ended.stderr.splitlines() if line.startswith(BEGAN))
+    return next(told, BEGAN).removeprefix("gradproof: ")
 
 
 def judge(before: Run, after: Run, was: Finding | None, changed: list[str], notes: list[str]) -> Trial:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +15,14 @@ from torch import Tensor
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.tools import Evidence, at_work, copied, is_known
+from gradproof.ask.trial import SAME, try_patch
 from gradproof.errors import UserError
 from gradproof.tape.replay import differentiate
 
 MOST_STEPS = 500
+EXAMINED = (
+    "off"  # the two trainings are compared by their losses and what watching sees; `gradproof try` examines
+)
 DIFFERENT = 0.02  # of a loss
 CHANGES = (
     "lr=3e-4, lr=0.1x, any setting of the optimizer (weight_decay=0, betas=0.9,0.99), clip=1, dtype=float64, "
@@ -36,10 +42,14 @@ class Change:
 
 
 def answer(asked: Asked) -> Answer:
+    if asked.patch:
+        return with_patch(asked)
     evidence = asked.evidence
     changes = [parse_change(text) for text in asked.change.split()]
     if not changes:
-        raise UserError(f"what should be changed? --change takes {CHANGES}")
+        raise UserError(
+            f"what should be changed? --change takes {CHANGES}; --patch FILE a diff of the script"
+        )
     optimizers = at_work(evidence)
     if not optimizers or not all(map(is_known, optimizers)):
         raise UserError("the optimizer is none of PyTorch's own, or needs a closure: it cannot be made again")
@@ -68,6 +78,30 @@ def answer(asked: Asked) -> Answer:
             "the optimizer's state: both begin with a fresh one",
         ),
         ask_next=(f"gradproof try RUN --patch fix.diff trains the script itself with {asked.change}",),
+    )
+
+
+def with_patch(asked: Asked) -> Answer:
+    """The script itself from this step on, as it was and with a patch to it: what no recorded operation can show."""
+    with tempfile.TemporaryDirectory(prefix="gradproof-what-if-") as folder:
+        found = try_patch(
+            asked.run, Path(asked.patch), Path(folder), asked.steps, begin=asked.step, examine=EXAMINED
+        )
+    curves = found.losses
+    rows: list[Row] = [
+        {"step": step, "as_it_was": was, "changed": now}
+        for step, was, now in zip(curves["step"], curves["as_it_was"], curves["patched"], strict=True)
+    ]
+    return Answer(
+        "what-if",
+        f"With {Path(asked.patch).name}, {found.steps} steps of the script from here end "
+        f"{'no different' if found.verdict == SAME else found.verdict}: {found.sentence}.",
+        "proven",
+        step=asked.step,
+        numbers={"as_it_was": found.before, "changed": found.after, "steps": found.steps},
+        rows=tuple(rows),
+        not_looked_at=found.not_looked_at,
+        ask_next=(f"gradproof try RUN --patch {asked.patch} --from {asked.step} examines both",),
     )
 
 

@@ -26,6 +26,12 @@ def add_ask(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--step", type=int, help="which recorded step (default: the last one)")
     parser.add_argument("--of", metavar="NAME|MODULE|FILE:LINE", default="", help="about what")
     parser.add_argument("--change", default="", help="for what-if: e.g. lr=0.1x or 'weight_decay=0 clip=1'")
+    parser.add_argument(
+        "--patch",
+        metavar="FILE",
+        default="",
+        help="for what-if: a diff of the script, which is run from the step on",
+    )
     parser.add_argument("--steps", type=int, default=24, help="for what-if: steps to train (default: 24)")
     parser.add_argument("--part", metavar="SLICE", default="", help="for tensor: e.g. 0:4,2")
     parser.add_argument("--with", dest="other", metavar="RUN", default="", help="for parting: the other run")
@@ -36,9 +42,11 @@ def add_ask(commands: argparse._SubParsersAction) -> None:
 
 
 def ask(args: argparse.Namespace) -> int:
+    from gradproof.ask.memory import keep_freed_memory
     from gradproof.ask.opened import OpenedRun
     from gradproof.commands.watching import write_json
 
+    keep_freed_memory()
     found = OpenedRun(args.run).ask(
         args.question,
         step=args.step,
@@ -47,6 +55,7 @@ def ask(args: argparse.Namespace) -> int:
         part=args.part,
         other=args.other,
         steps=args.steps,
+        patch=args.patch,
         cursor=args.cursor,
         most=args.most,
     )

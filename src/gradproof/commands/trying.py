@@ -22,6 +22,13 @@ def add_try(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument("--patch", required=True, metavar="FILE", help="a unified diff (git diff, diff -u)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each (default: 100)")
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        type=int,
+        metavar="STEP",
+        help="begin with the weights and optimizer states of this recorded step (default: at the start)",
+    )
     parser.add_argument("--links", action="store_true", help="share files over 10 MB with the original")
     parser.add_argument("--within", type=int, default=600, help="seconds for each of both (default: 600)")
     parser.add_argument("--out", metavar="DIR", help="keep copies and runs here (default: thrown away)")
@@ -33,6 +40,7 @@ def add_try(commands: argparse._SubParsersAction) -> None:
 def try_fix(args: argparse.Namespace) -> int:
     import tempfile
 
+    from gradproof.ask.opened import OpenedRun
     from gradproof.ask.trial import BETTER, FIXED, try_patch
     from gradproof.commands.watching import write_json
     from gradproof.record.run import open_run
@@ -46,7 +54,10 @@ def try_fix(args: argparse.Namespace) -> int:
         if args.out and out.exists():
             raise UserError(f"{out} is there already; choose another --out")
         try:
-            found = try_patch(open_run(args.run), Path(args.patch), out, args.steps, args.links, args.within)
+            run, patch = open_run(args.run), Path(args.patch)
+            if args.begin is not None:
+                OpenedRun(args.run).specimen(args.begin)  # or it says which there are
+            found = try_patch(run, patch, out, args.steps, args.links, args.within, args.begin)
         except OSError as error:
             raise UserError(
                 f"the patch could not be tried: {error}; --out DIR puts the copies elsewhere"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,12 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--steps", type=int, help="end the script after so many optimizer steps")
     parser.add_argument(
         "--seed", type=int, help="seed random, NumPy and torch before the script begins, which may seed again"
+    )
+    parser.add_argument(
+        "--from",
+        dest="begin",
+        metavar="RUN:STEP",
+        help="begin with the weights, buffers and optimizer states of a recorded step of another run",
     )
     parser.add_argument(
         "--examine",
@@ -100,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         sow(args.seed)
     directory = os.getcwd()  # a script may leave it
     args.json = os.path.join(directory, args.json) if args.json else None
-    with served_beside() as page:
+    with served_beside() as page, begun(args.begin):
         outcome = script.run_program(
             program,
             words[1:],
@@ -130,6 +137,23 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         script.die_by_interrupt()
     return exit_code
+
+
+@contextmanager
+def begun(place: str | None) -> Iterator[None]:
+    """The script inside begins with a recorded step's weights, where one is named."""
+    if not place:
+        yield
+        return
+    from gradproof.ask.opened import OpenedRun
+    from gradproof.probes.snapshot import starting_from
+
+    path, _, step = place.rpartition(":") if place.rpartition(":")[2].isdecimal() else (place, "", "")
+    with starting_from(OpenedRun(path).specimen(int(step) if step else None)) as snapshot:
+        try:
+            yield
+        finally:
+            print(f"gradproof: {snapshot}", file=sys.stderr)
 
 
 def sow(seed: int) -> None:

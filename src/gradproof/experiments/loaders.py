@@ -30,6 +30,10 @@ class Fetched:
     length: int  # of its data set
     samples: tuple[tuple[tuple[int, ...], Tensor], ...]  # shape and some numbers of each tensor
     line: str
+    name: str = ""
+    split: str = ""
+    sources: tuple[str, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
 
 
 def do_two_loaders_go_together(evidence: Evidence) -> Iterator[Verdict]:

@@ -212,9 +212,12 @@ def add_running_tools(server: MCPServer, desk: Desk, wait: float) -> None:
         patch: Annotated[str, Field(description="a unified diff", max_length=1 << 20)],
         context: Context,
         steps: Steps = 100,
+        begin: Annotated[
+            int | None, Field(description="a recorded step; the start if left out", ge=0)
+        ] = None,
     ) -> dict[str, Any]:
         """A patch in a copy of the script, beside the original: fixed, better, no difference or worse."""
-        return await answered(lambda: desk.try_patch(run, patch, steps), context, wait)
+        return await answered(lambda: desk.try_patch(run, patch, steps, begin), context, wait)
 
     @server.tool(annotations=runs)
     async def check_script(

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as WithWo
 
 from gradproof.probes.guard import quietly
 from gradproof.probes.session import Session
+from gradproof.probes.sources import sources_of, split_of
 from gradproof.tape.modes import unseen_by_modes
 
 MOST = 6  # loaders that are remembered, those that were read last
@@ -38,6 +39,10 @@ class Fetched:
     length: int  # of its data set
     samples: tuple[tuple[tuple[int, ...], Tensor], ...]  # shape and some numbers of each tensor
     line: str
+    name: str = ""  # the data set's class
+    split: str = ""  # train, test, …, where it says so
+    sources: tuple[str, ...] = ()  # files or parts that the rows lie in
+    places: tuple[tuple[int, int], ...] = ()  # of each row: which source, and its number there
 
 
 def loaders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
@@ -53,7 +58,7 @@ def loaders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -
             if torch.utils.data.get_worker_info() is None and isinstance(rows, list):
                 known: dict[int, Fetched] = session.facts.setdefault("_fetched", {})
                 known.pop(id(reader), None)
-                known[id(reader)] = describe(rows, len(data), batch)
+                known[id(reader)] = describe(rows, data, batch)
                 while len(known) > MOST:
                     known.pop(next(iter(known)))
         session.own_seconds += time.perf_counter() - began
@@ -88,12 +93,17 @@ def loaders(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -
         stack.callback(setattr, owner, name, original)
 
 
-def describe(rows: list, length: int, batch: Any) -> Fetched:
+def describe(rows: list, data: Any, batch: Any) -> Fetched:
     parts = list(batch.values()) if isinstance(batch, dict) else batch
     parts = list(parts) if isinstance(parts, (list, tuple)) else [parts]
     tensors = [part for part in parts if isinstance(part, Tensor) and part.dim() and part.is_cpu]
     samples = tuple((tuple(part.shape), some_numbers(part)) for part in tensors)
-    return Fetched(tuple(int(row) for row in rows), length, samples, reading_line())
+    numbers = tuple(int(row) for row in rows)
+    found = Fetched(numbers, len(data), samples, reading_line(), type(data).__name__)
+    with quietly():  # of a data set that is unlike others, the rows are known at least
+        sources, places = sources_of(data, numbers)
+        found = replace(found, split=split_of(data), sources=sources, places=places)
+    return found
 
 
 def some_numbers(value: Tensor) -> Tensor:

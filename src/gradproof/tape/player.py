@@ -69,6 +69,7 @@ class Player:
         fresh: float = 0.0,
         autograd: bool = False,
         gradients_at: Iterable[int] = (),
+        only: Iterable[int] = (),
         follow_cuts: bool = False,
         replace: Mapping[int, Callable] | None = None,
         open_functions: bool = True,
@@ -81,6 +82,7 @@ class Player:
         self.follow_cuts = follow_cuts
         self.env: dict[int, torch.Tensor] = {}
         self.keep, self.gradients_at = set(keep), set(gradients_at)
+        self.only = set(only)  # leaves whose gradients are wanted; empty: of all
         self.edges: dict[int, Any] = {}  # into the graph, of the slots whose gradients are asked for
         self.replace = replace or {}
         self.replay = Replay()
@@ -359,6 +361,8 @@ class Player:
                 (slot, tensor) for slot, tensor in self.env.items() if tensor.requires_grad and tensor.is_leaf
             ]
         wanted = [(slot, tensor) for slot, tensor in targets if tensor.requires_grad]
+        if self.only and call.inputs is None:
+            wanted = [(slot, tensor) for slot, tensor in wanted if slot in self.only]
         alone = self.gradients_at and self.tape.top_backwards == [call] and call.inputs is None
         if alone:  # nothing below those slots has to be differentiated; their hooks take what arrives
             wanted = list(self.edges.items())

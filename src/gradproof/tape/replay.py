@@ -58,14 +58,23 @@ def differentiate(
     leaves: Leaves | None = None,
     keep: Iterable[int] = (),
     gradients_at: Iterable[int] = (),
+    only: Iterable[int] = (),
     follow_cuts: bool = False,
 ) -> Replay:
     """PyTorch's derivative of the recorded forward, whatever hand-written backwards say.
 
-    With `gradients_at`, and one backward in the step: the gradients at those slots, and no others.
+    With `gradients_at`, and one backward in the step: the gradients at those slots, and no others. With `only`, of
+    all leaves those.
     """
     player = Player(
-        tape, dtype, leaves, keep=keep, autograd=True, gradients_at=gradients_at, follow_cuts=follow_cuts
+        tape,
+        dtype,
+        leaves,
+        keep=keep,
+        autograd=True,
+        gradients_at=gradients_at,
+        only=only,
+        follow_cuts=follow_cuts,
     )
     with player.saving.hooks():
         player.play(forward_operations(tape, None))

@@ -8,6 +8,7 @@ answer.culprits[0]    # else: the backward that is wrong, by class, module and l
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,19 +140,22 @@ class Shadow:
         return "\n".join(parts)
 
 
-def shadow(tape: Tape) -> Shadow:
-    """Loss and gradients of a taped step in float64, and where the step departs from them."""
+def shadow(tape: Tape, only: Collection[int] = ()) -> Shadow:
+    """Loss and gradients of a taped step in float64, and where the step departs from them.
+
+    With `only`, slots of parameters, nothing is said of the others: that takes less than the whole.
+    """
     scaled = _scaled_loss(tape)
-    real = _replay_real_step(tape, math.nan, scaled)  # fresh memory is NaN: whoever reads it is seen
+    real = _replay_real_step(tape, math.nan, scaled, only)  # fresh memory is NaN: whoever reads it is seen
     never = find_never_written(tape) if real.exact.departs_at is not None or tape.never_written else None
     if never is not None:
-        real = _replay_real_step(tape, 0.0, scaled)
-    truth, narrow = _true_gradients(tape)
+        real = _replay_real_step(tape, 0.0, scaled, only)
+    truth, narrow = _true_gradients(tape, only)
     scale = _loss_scale(scaled, real.exact)
-    parameters = _judge_parameters(tape, real.gradients, truth, {}, scale)
+    parameters = _judge_parameters(tape, real.gradients, truth, {}, scale, only)
     if not all(p.verdict == "no gradient" or (p.right and p.error <= FINE) for p in parameters.values()):
-        own = differentiate(tape).gradients  # how much of it may be rounding
-        parameters = _judge_parameters(tape, real.gradients, truth, own, scale)
+        own = differentiate(tape, only=only).gradients  # how much of it may be rounding
+        parameters = _judge_parameters(tape, real.gradients, truth, own, scale, only)
     missing = [tape.slots[slot] for slot, p in parameters.items() if p.verdict == "no gradient"]
     culprits = wrong_functions(tape, real.auditor.audits)
     if never is not None:
@@ -188,15 +192,15 @@ def shadow(tape: Tape) -> Shadow:
     )
 
 
-def _true_gradients(tape: Tape) -> tuple[Replay, list[str]]:
+def _true_gradients(tape: Tape, only: Collection[int]) -> tuple[Replay, list[str]]:
     """In float64; where a GPU has no room for that and the step is one in half precision, in float32, with a note."""
     try:
-        return differentiate(tape, torch.float64), []
+        return differentiate(tape, torch.float64, only=only), []
     except torch.OutOfMemoryError:
         if _coarsest(tape) <= torch.finfo(torch.float32).eps:
             raise
     torch.cuda.empty_cache()
-    return differentiate(tape, torch.float32), [
+    return differentiate(tape, torch.float32, only=only), [
         "there is no room for float64 on the GPU: compared with float32"
     ]
 
@@ -246,7 +250,9 @@ class _RealStep:
     final: dict[int, torch.Tensor]  # parameter -> .grad as the optimizer saw it
 
 
-def _replay_real_step(tape: Tape, fresh: float, scaled: tuple[int, int] | None) -> _RealStep:
+def _replay_real_step(
+    tape: Tape, fresh: float, scaled: tuple[int, int] | None, only: Collection[int]
+) -> _RealStep:
     auditor = Auditor(tape)
     looks = auditor.schedule()
     gradients: dict[int, dict[int, torch.Tensor]] = {}
@@ -254,11 +260,15 @@ def _replay_real_step(tape: Tape, fresh: float, scaled: tuple[int, int] | None) 
         if call.accumulates:
             gradients[call.index] = {}
             for at, parameter, gradient in real_contributions(tape, call):
+                if only and parameter not in only:
+                    continue
                 looks.setdefault(at, []).append(collect(gradients[call.index], parameter, gradient))
     final: dict[int, torch.Tensor] = {}
     for parameter, (at, gradient) in tape.final_gradients.items():
-        looks.setdefault(at, []).append(collect(final, parameter, gradient))
-    exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh, until=_before_update(tape, looks))
+        if not only or parameter in only:
+            looks.setdefault(at, []).append(collect(final, parameter, gradient))
+    until = max(looks, default=0) + 1 if only else _before_update(tape, looks)
+    exact = replay_exactly(tape, at=looks, keep=scaled or (), fresh=fresh, until=until)
     return _RealStep(exact, auditor, gradients, final)
 
 
@@ -287,12 +297,18 @@ def _loss_scale(scaled: tuple[int, int] | None, exact: Replay) -> float:
 
 
 def _judge_parameters(
-    tape: Tape, real: dict, truth: Replay, own: dict[int, torch.Tensor], scale: float
+    tape: Tape,
+    real: dict,
+    truth: Replay,
+    own: dict[int, torch.Tensor],
+    scale: float,
+    only: Collection[int],
 ) -> dict[int, ParameterGradient]:
     walk = _walk(tape)
     judged: dict[int, ParameterGradient] = {}
     # what only reads a parameter before the tape began cannot be judged from it
     wanted = {slot for call in truth.per_call.values() for slot in call} | _followed_leaves(tape)
+    wanted = wanted & set(only) if only else wanted
     early = any(begins_before(tape, call) for call in tape.top_backwards)
     for slot in (slot for slot in tape.parameters if slot.index in wanted):
         got = _total(real, slot.index)
