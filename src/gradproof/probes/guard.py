@@ -109,9 +109,12 @@ def noted(method: Callable) -> Callable:
             return session.another_thread_trains()
         try:
             return session.pass_over(event) if session.unseen else method(session)
-        except Exception:  # of a signal handler: what was begun is not whole
-            session.drop_step()
-            raise
+        except Exception as error:
+            if raised_by_signal(error):
+                session.drop_step()
+                raise
+            session.fail(error)
+            return None
 
     return handler
 
