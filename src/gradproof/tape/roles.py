@@ -91,12 +91,8 @@ def _depends_on_parameters(tape: Tape) -> set[int]:
 
 def find_unknown_parameters(tape: Tape, known: set[str]) -> dict[str, str]:
     """Parameters on the tape that a module reads, that got a gradient, and that no model lists: name -> place."""
-    got = {slot for call in tape.backwards for _, slot, _ in call.contributions}
-    wanted = {
-        slot.index: slot.name
-        for slot in tape.parameters
-        if slot.index in got and slot.index not in tape.stepped and slot.name not in known
-    }
+    got = {slot for call in tape.backwards for _, slot, _ in call.contributions} - set(tape.stepped)
+    wanted = {s.index: s.name for s in tape.parameters if s.index in got and s.name not in known}
     found: dict[str, str] = {}
     for operation in tape.operations if wanted else ():
         if operation.phase == "forward":

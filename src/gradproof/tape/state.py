@@ -594,8 +594,8 @@ class State:
         tape = self.tape
         try:
             # through its memory: an optimizer writes a complex parameter by a view of real numbers
-            written = {tape.slots[slot].storage for op in tape.operations for slot in op.writes}
-            tape.stepped = [slot.index for slot in tape.parameters if slot.storage in written - {-1}]
+            written = {tape.slots[slot].storage for op in tape.operations for slot in op.writes} - {-1}
+            tape.stepped = [slot.index for slot in tape.parameters if slot.storage in written]
             self.note_gradients(self.parameters)
             for memory in tape.memories:
                 if not memory.kept:
