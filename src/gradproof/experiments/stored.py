@@ -245,34 +245,31 @@ class Given:
 def what_is_given_is_changed(evidence: Evidence) -> Iterator[Verdict]:
     """`out = x; out.index_add_(...)` in a forward: the script's own data are what the last step made of them."""
     known: dict[tuple[int, ...], Given] = evidence.memory.setdefault("given", {})
-    tape = evidence.tape
-    given = {slot.storage: slot.index for slot in tape.inputs if slot.shape and slot.index in tape.memory_of}
-    given = {storage: leaf for storage, leaf in given.items() if leaf in evidence.flow.inputs}
-    for op in evidence.forward:
-        leaf = given.get(evidence.slot(op.writes[0]).storage) if op.name in ALTERS and op.writes else None
-        if leaf is None or evidence.slot(op.writes[0]).shape != evidence.slot(leaf).shape:
-            continue
-        del given[evidence.slot(leaf).storage]
-        if is_written_by_the_network(evidence, evidence.slot(leaf).storage):
-            continue
-        before = tape.leaf_value(leaf).double().flatten().cpu()
-        after = evidence.flow.play(evidence.forward).value(leaf).detach().double().flatten().cpu()
-        shape = evidence.slot(leaf).shape
-        last = known.get(shape)
-        now = known[shape] = Given(before, after)
-        if last is None or torch.equal(before, last.before):
-            continue
-        now.carried = last.carried + 1 if like(before, last.after) else 0
-        if now.carried >= CARRIED:
-            sizes = [float(each.before.abs().mean()) for each in (last, now)]
-            yield confirmed(
-                "aliasing-or-inplace/stored-data-changed",
-                f"{op.name} changes the {list(shape)} that the model is given where they lie, and the next step begins "
-                f"with what it left: their mean size went from {sizes[0]:.3g} to {sizes[1]:.3g}",
-                where=place_of(op.module, op.line),
-                confidence="proven",  # written into the memory of the data, and read again
-            )
-            return
+    tape, flow = evidence.tape, evidence.flow
+    batch = largest_input(evidence)  # a table of counts, or of weights, may be kept on purpose
+    slot = evidence.slot(batch) if batch in tape.memory_of else None  # a leaf: the script holds it
+    if batch is None or slot is None or is_written_by_the_network(evidence, slot.storage):
+        return
+    writers = (op for op in evidence.forward if op.name in ALTERS and op.writes)
+    written = (op for op in writers if evidence.slot(op.writes[0]).storage == slot.storage)
+    op = next((op for op in written if evidence.slot(op.writes[0]).shape == slot.shape), None)
+    if op is None:
+        return
+    before, after = tape.leaf_value(batch), flow.play(evidence.forward).value(batch).detach()
+    last = known.get(slot.shape)
+    now = known[slot.shape] = Given(before.double().flatten().cpu(), after.double().flatten().cpu())
+    if last is None or torch.equal(now.before, last.before):
+        return
+    now.carried = last.carried + 1 if like(now.before, last.after) else 0
+    if now.carried >= CARRIED:
+        sizes = [float(each.before.abs().mean()) for each in (last, now)]
+        yield confirmed(
+            "aliasing-or-inplace/stored-data-changed",
+            f"{op.name} changes the {list(slot.shape)} that the model is given where they lie, and the next step "
+            f"begins with what it left: their mean size went from {sizes[0]:.3g} to {sizes[1]:.3g}",
+            where=place_of(op.module, op.line),
+            confidence="proven",  # written into the memory of the data, and read again
+        )
 
 
 def like(one: Tensor, other: Tensor) -> bool:
