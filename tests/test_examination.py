@@ -13,7 +13,7 @@ from torch import nn
 from gradproof.diagnosis.findings import Exclusion
 from gradproof.diagnosis.ranking import diagnose, exclusion_of_verdict
 from gradproof.examination import examiner
-from gradproof.examination.process import TIME_OVER, WorkerLost
+from gradproof.examination.process import CUT_OFF, WorkerLost
 from gradproof.experiments import owners
 from gradproof.experiments.evidence import confirmed, excluded
 from gradproof.probes import taping as taping_module
@@ -273,11 +273,11 @@ def test_a_question_that_the_end_cut_off_has_not_failed_and_is_asked_again(tmp_p
     worker = Crowded()
 
     def ask(limit, what, **request):
-        raise WorkerLost(TIME_OVER)
+        raise WorkerLost(CUT_OFF)
 
     worker.ask = ask
     asks = examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",))
     asks.ask_all()
     asked = [e for e in open_run(tmp_path / "run").events if e.get("question") == "do_shapes_meet"]
-    assert {(e["outcome"], e["reason"]) for e in asked} == {("not asked", TIME_OVER)}
+    assert {(e["outcome"], e["reason"]) for e in asked} == {("not asked", CUT_OFF)}
     assert examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",)).jobs()

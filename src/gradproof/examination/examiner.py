@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from gradproof.diagnosis.symptoms import SYMPTOMS
 from gradproof.diagnosis.verdicts import standing
 from gradproof.errors import UserError
-from gradproof.examination.process import TIME_OVER, WorkerLost
+from gradproof.examination.process import CUT_OFF, WorkerLost
 from gradproof.examination.sightings import Sightings
 from gradproof.experiments.table import BY_NAME, EVERY, QUESTIONS, Question, order_of
 from gradproof.files import open_to_append, replace_file
@@ -264,8 +264,8 @@ class Examiner:
         try:
             answer = worker.ask(LONGEST_ANSWER, **request)
         except WorkerLost as lost:
-            if str(lost) == TIME_OVER:  # no failure: who examines later asks it again
-                answer = {"not_asked": TIME_OVER, "seconds": time.monotonic() - began}
+            if str(lost) == CUT_OFF:  # no failure: who examines later asks it again
+                answer = {"not_asked": CUT_OFF, "seconds": time.monotonic() - began}
             else:
                 self._lost[shelved.path] = self._lost.get(shelved.path, 0) + 1
                 answer = {"error": str(lost), "seconds": time.monotonic() - began}

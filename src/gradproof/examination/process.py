@@ -17,7 +17,7 @@ from gradproof import children
 from gradproof.record.schema import json_line
 
 LOOKS = 0.2  # seconds between two looks at the time
-TIME_OVER = "it was being asked when the time was over"
+CUT_OFF = "it was being asked when the examination ended"
 
 
 class WorkerLost(Exception):
@@ -72,7 +72,7 @@ class WorkerProcess:
             left = deadline - time.monotonic()
             if left <= 0 or self._is_over():
                 self.kill()
-                raise WorkerLost(f"no answer within {limit:.0f} s" if left <= 0 else TIME_OVER)
+                raise WorkerLost(f"no answer within {limit:.0f} s" if left <= 0 else CUT_OFF)
             if not select.select([descriptor], [], [], min(left, LOOKS))[0]:
                 continue
             part = os.read(descriptor, 1 << 16)
