@@ -44,7 +44,6 @@ os.register_at_fork(after_in_child=_note_pid)
 
 # looked up once: between the kernels of a tiny step every name is far away
 _clock, _follows, _follow = time.perf_counter, torch.is_grad_enabled, torch._C._set_grad_enabled
-_is_tracing, _cuda = torch._C._is_tracing, torch.cuda
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 
@@ -58,7 +57,7 @@ def guarded(method: Callable) -> Callable:
     def handler(session: Any, *args: Any) -> Any:
         if not session.alive or session.examining or pid != session.pid:
             return None
-        if _is_tracing() or (_cuda._initialized and is_recorded()):
+        if is_recorded():
             return session.graphs.note(event, args)
         owner = session.owner
         if owner.ident != get_ident() and not owner.hears(event, args, session):
@@ -102,7 +101,7 @@ def noted(method: Callable) -> Callable:
     def handler(session: Any) -> Any:
         if not session.alive or session.examining or pid != session.pid:
             return None
-        if _is_tracing() or (_cuda._initialized and is_recorded()):
+        if is_recorded():
             return session.graphs.note(event, ())
         owner = session.owner
         if owner.ident != get_ident() and not owner.hears(event, (), session):
