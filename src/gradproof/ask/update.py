@@ -18,6 +18,10 @@ from gradproof.errors import UserError
 ALLOWED = 1e-3  # of a change: what float32 leaves of it where a weight is a thousand times larger
 ONE_BY_ONE = {"foreach": False, "fused": None, "capturable": False}
 HALF = (torch.float16, torch.bfloat16)
+PART = 1 << 18  # entries: what a rule needs of so many stays in the processor's cache
+BY_ENTRY = {
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+}  # rules that look at no other entry of a parameter  # fmt: skip
 
 
 def answer(asked: Asked) -> Answer:
@@ -91,18 +95,42 @@ def step_in_float64(
 ) -> Tensor:
     """The change of one parameter: a rule looks at no other, and a large model does not fit twice."""
     weight = evidence.tape.leaf_value(slot).detach()
+    gradient, state = evidence.aftermath.gradients[slot], optimizer.state.get(parameter, {})
+    if type(optimizer).__name__ not in BY_ENTRY or weight.numel() <= PART or not weight.is_contiguous():
+        return change_of(optimizer, group, weight, gradient, state)
+    change = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
+    flat = [t.reshape(-1).split(PART) for t in (weight, gradient, change)]
+    for number, (part, its_gradient, its_change) in enumerate(zip(*flat, strict=True)):
+        its_state = {
+            key: value.reshape(-1).split(PART)[number] if is_like(value, weight) else value
+            for key, value in state.items()
+        }
+        its_change.copy_(change_of(optimizer, group, part, its_gradient, its_state))
+    return change
+
+
+def is_like(value: Any, weight: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == weight.shape
+
+
+def change_of(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Any],
+) -> Tensor:
     copy = weight.to(torch.float64, copy=True).requires_grad_()
-    copy.grad = evidence.aftermath.gradients[slot].double()
+    copy.grad = gradient.double()
     alone = {**group, "params": [copy], **{k: v for k, v in ONE_BY_ONE.items() if k in group}}
-    state = state_before(optimizer.state.get(parameter, {}), parameter)
     try:
-        step_bare(type(optimizer), alone, copy, state, optimizer.defaults)
+        step_bare(type(optimizer), alone, copy, state_before(state, weight), optimizer.defaults)
     except AttributeError:  # one that keeps something of its own from when it was made
         make: Any = type(optimizer)
         made = make([alone])
         with torch.no_grad():
             copy.copy_(weight)
-        made.state[copy] = state_before(optimizer.state.get(parameter, {}), parameter)
+        made.state[copy] = state_before(state, weight)
         made.step()
     return copy.detach().sub_(weight)
 

@@ -51,7 +51,7 @@ class Finding:
         return {**asdict(self), "evidence": list(self.evidence)}
 
 
-# A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart.
+# A taped step speaks for the steps up to the next landmark at least: landmarks are a factor of √10 apart at most.
 SPEAKS_FOR = 4
 
 

@@ -1,7 +1,7 @@
 """Decides which steps are taped, and makes a specimen of each. Nothing is examined here: that is no work of a training.
 
 While the allowance lasts (a second of wall time at the start) every step is taped, so that a NaN in the early steps is
-caught in the act. After that a step is taped at each power of √10, and whenever trouble is brewing, as long as a small
+caught in the act. After that a step is taped at each landmark, and whenever trouble is brewing, as long as a small
 share of the wall time affords it. The first landmark is always taped.
 
 A step that turns out bad while its weights are still good and that is not taped is recorded all the same: from the
@@ -38,14 +38,18 @@ from gradproof.tape.tensors import nbytes
 ALLOWANCE = 1.0  # seconds of wall time that recording may add before its share counts
 SHARE = 0.01  # of the wall time, after that
 MOST_OPERATIONS = 300_000  # of one step
-LANDMARKS = frozenset(round(10 ** (k / 2)) for k in range(20))  # 1, 3, 10, 32, 100, …
+EARLY = [round(10 ** (k / 2)) for k in range(6)]  # 1, 3, 10, 32, 100, 316
+# then each an eighth further on: whatever happens, the last step that was recorded is not long ago
+LANDMARKS = frozenset(EARLY + [round(EARLY[-1] * 1.125**k) for k in range(1, 160)])
 FIRST_LANDMARK, SECOND_LANDMARK = 1, 3
 TWO_LANDMARKS = 3.0  # seconds that the first two may add together
 NEW_STAGE_AFTER = 30  # steps: optimizers made earlier belong together
 MOST_STAGES = 3
 STAGE_ALLOWANCE = 0.5  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
-MOST_TROUBLED = 12  # steps that are taped because of trouble
+MOST_TROUBLED = 12  # steps between two landmarks that are taped because of trouble
+SPREADS = 4.0  # from the third smallest of 20 values to the third largest: ten times what chance moves one
+HARDLY = 0.1  # of the middle one: less is no trouble, however calm the others are
 MOST_LOOKS = 3  # bad steps that are made again
 BETWEEN_LOOKS = 32  # steps, of which one is timed
 LARGE = 64 << 20  # bytes
@@ -81,7 +85,7 @@ _recording: list[Taping] = []  # the one that records now: two tapes at a time w
 
 
 class Recent:
-    """The last values of a column, and whether a new one is far above the middle one of them."""
+    """The last values of a column, and whether a new one is far above them."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=20)
@@ -89,11 +93,13 @@ class Recent:
         self._at_least, self._holds = 0.0, 0
 
     def stands_out(self, value: float, factor: float) -> bool:
-        """Whether it does, or is not finite; then it is kept.
+        """Whether it is not finite, or some times the middle one, or as far above it as chance does not take it.
 
         >>> recent = Recent()
         >>> [recent.stands_out(loss, 4.0) for loss in (1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 5.0, 1.0)]
         [False, False, False, False, False, False, True, False]
+        >>> [recent.stands_out(1 + number % 3 / 50, 4.0) for number in range(20)][-1], recent.stands_out(1.5, 4.0)
+        (False, True)
         """
         if self._holds and -self._at_least < value < self._at_least:
             self._holds -= 1
@@ -102,11 +108,12 @@ class Recent:
         if not math.isfinite(value):
             return True
         ordered = sorted(self._values)
-        usual = ordered[len(ordered) // 2] if len(ordered) >= 5 else math.inf
+        usual, chance = ordered[len(ordered) // 2] if len(ordered) >= 5 else math.inf, math.inf
         if len(ordered) == 20:
-            self._at_least, self._holds = factor * ordered[6], 3
+            chance = max(SPREADS * (ordered[17] - ordered[2]), HARDLY * abs(usual))
+            self._at_least, self._holds = (1 + HARDLY) * ordered[6], 3
         self._values.append(value)
-        return abs(value) > factor * abs(usual) + 1e-12
+        return abs(value) > factor * abs(usual) + 1e-12 or value > usual + chance
 
 
 class Taping:
@@ -139,6 +146,7 @@ class Taping:
         self._recent: dict[tuple[Any, str], Recent] = {}  # (optimizer, column) -> values
         self.trouble = False  # look at the coming steps whatever the landmarks say
         self._troubled = 0  # steps that were taped for that
+        self._calm = True  # nothing stood out in the last row
         self.spent = 0.0
         self.taped = 0
         self.broken: str | None = None
@@ -178,6 +186,8 @@ class Taping:
                 self._overdue = landmark
                 return
         self._at_landmark = self._is_landmark(step)
+        if self._at_landmark and self._calm:
+            self._troubled = 0
         self._overdue = None
         self.recorder = Recorder(names=names, waits=True, compiled=compiled)
         _recording.append(self)
@@ -385,15 +395,15 @@ class Taping:
 
     def row_written(self, row: dict[str, Any]) -> None:
         """Trouble is brewing where the loss or the gradient is far above what it was in the last steps."""
-        self.trouble = False
-        if self._troubled >= MOST_TROUBLED:
-            return  # a training that stays non-finite has nothing more to show
+        self._calm = True
         for column, factor in (("loss", 4.0), ("grad_norm", 20.0)):
             value = row.get(column)
             if value is None:
                 continue
             recent = self._recent.setdefault((row.get("optimizer"), column), Recent())
-            self.trouble |= recent.stands_out(value, factor)
+            self._calm &= not recent.stands_out(value, factor)
+        # a training that stays non-finite has nothing more to show
+        self.trouble = not self._calm and self._troubled < MOST_TROUBLED
 
     # what happens in a step -------------------------------------------------------------------------------
 
