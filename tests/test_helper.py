@@ -272,6 +272,9 @@ def test_the_helper_is_no_child_and_inherits_nothing(tmp_path):
         assert str(secret) not in held
         assert os.readlink(f"/proc/{each}/cwd") == "/"
         assert int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[16]) == 19  # nice
+    shares = Path(f"/proc/{workers[0]}/autogroup")  # of cores, among sessions; not every kernel has it
+    wait_for(lambda: not shares.exists() or shares.read_text().endswith("nice 19\n"))
+    assert not shares.exists() or Path(f"/proc/{process.pid}/autogroup").read_text().endswith("nice 0\n")
     own = {os.readlink(e) for e in Path(f"/proc/{process.pid}/fd").iterdir() if "pipe" in os.readlink(e)}
     assert not own & {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     assert finished(process)[1] == 3

@@ -76,7 +76,8 @@ class Desk:
         self.runs = Runs(directory)
         self.allowed = [Path(path).resolve() for path in allowed]
         self._threads = ThreadPoolExecutor(WORKERS, "desk")
-        self._idle: list[Seat] = []
+        self._idle = [Seat()]
+        self._idle[0].process.warm_up()
         self._jobs: dict[str, Job] = {}
         self._lock = threading.Lock()
         self._closed = False

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
 from gradproof.ask.answer import cleaned
@@ -47,6 +48,8 @@ def serve() -> None:
     from gradproof.examination.worker import end_with
 
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    # most questions need torch, whose import takes longer than their answers: it begins before the first comes
+    threading.Thread(target=import_module, args=("gradproof.ask.fed",), daemon=True).start()
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whatever else is printed goes nowhere
     answers = Answers()

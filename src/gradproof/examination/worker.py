@@ -231,6 +231,9 @@ def stand_back() -> None:
     """Idle cores only, and the first to go when memory runs out: the training comes first."""
     with suppress(OSError):
         os.nice(19)
+    if os.getsid(0) == os.getpid():  # sessions share cores evenly, whatever is nice inside of one
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text("19")
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
