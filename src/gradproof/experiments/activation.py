@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow
-from gradproof.experiments.logarithms import RAW
+from gradproof.experiments.logarithms import NEARLY_ALL, OUTSIDE, RAW, SUMS_TO_ONE
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Operation
 
@@ -21,8 +21,8 @@ RANGES = {
     "sigmoid": (0.0, 1.0), "_softmax": (0.0, 1.0), "tanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0),
     "hardsigmoid": (0.0, 1.0), "relu_": (0.0, math.inf), "sigmoid_": (0.0, 1.0), "tanh_": (-1.0, 1.0),
 }  # fmt: skip
-OUTSIDE = 0.05  # share of targets beyond the range that is more than a few outliers
-SUMS_TO_ONE = 1e-3
+ALL_SUM_TO_ONE = 1e-3  # how far off: what float16 leaves; scores do not all come so near to it by chance
+LOW_ENOUGH = 0.1  # a loss that can fall to this can give the right class 90 %: that may do
 
 
 def does_the_output_fit_the_loss(evidence: Evidence) -> Iterator[Verdict]:
@@ -54,7 +54,7 @@ def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
         return
     rows = values.double()
     total = rows.exp().sum(1)
-    if bool(((total - 1).abs() < 0.02).float().mean() > 0.9):
+    if bool(((total - 1).abs() < SUMS_TO_ONE).float().mean() > NEARLY_ALL):
         return  # the logarithm of probabilities, however it was made
     where = place_of("", comparison.operation.line)
     name = maker.name if maker is not None else ""
@@ -124,8 +124,8 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             line,
             where=_place(last, comparison),
             fix=f"give cross_entropy the raw scores: remove the {last.name.rstrip('_')}",
-            if_troubled=least < 0.1,
-            confidence="proven" if least >= 0.1 else "likely",
+            if_troubled=least < LOW_ENOUGH,
+            confidence="proven" if least >= LOW_ENOUGH else "likely",
         )
     elif last is not None and last.name.rstrip("_") in ("relu", "threshold"):
         zero = float((values == 0).float().mean())
@@ -230,7 +230,7 @@ def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
     targets = flow.values([comparison.target]).get(comparison.target)
     if targets is None or not targets.is_floating_point() or not targets.numel():
         return
-    slack = 1e-3 * float(targets.abs().max())
+    slack = 1e-3 * float(targets.abs().max())  # what float16 leaves
     outside = float(((targets < low - slack) | (targets > high + slack)).float().mean())
     if not outside > OUTSIDE:
         return
@@ -260,7 +260,7 @@ def _are_probabilities(values: Tensor, dim: int) -> bool:
     rows = values.double()
     sums = rows.sum(dim)
     many = sums.numel() >= 4 and values.shape[dim] >= 2
-    return many and bool((rows >= 0).all()) and bool(((sums - 1).abs() < SUMS_TO_ONE).all())
+    return many and bool((rows >= 0).all()) and bool(((sums - 1).abs() < ALL_SUM_TO_ONE).all())
 
 
 def _place(last: Operation | None, comparison: Comparison) -> str | None:

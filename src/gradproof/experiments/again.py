@@ -23,7 +23,7 @@ from gradproof.tape.specimen import Specimen
 from gradproof.tape.tensors import load
 
 MEMORY, CODE, UNDECIDED = "memory", "code", "undecided"
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: the same bits
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS
-from gradproof.experiments.grids import EXACT, Grid, find_grids
+from gradproof.experiments.grids import COMMON, EXACT, UNHEARD, Grid, find_grids
 
-LAGS = range(-3, 4)
+LAGS = range(-3, 4)  # 1 is right; 0, 2 and -1 are the usual slips, and nobody slips much further
 DIRECT = 5.0  # a token's own prediction moves that many times as much as the others: it can be copied
 
 
@@ -16,7 +16,7 @@ def do_targets_line_up(evidence: Evidence) -> Iterator[Verdict]:
     """Next-token prediction wants targets exactly one ahead: at 0 the answer is given away, at 2 a token is skipped."""
     aligned, odd = None, []
     for grid in find_grids(evidence, by_hand=True):
-        if grid.chance > 0.6:
+        if grid.chance > COMMON:
             continue
         shares = {lag: grid.share_at(lag) for lag in LAGS}
         if shares[1] >= EXACT:
@@ -92,7 +92,7 @@ def is_causal(grid: Grid) -> bool:
     if found is None or not middle:
         return False
     change = found[1][row]
-    return float(change[:middle].max()) <= 1e-3 * float(change[middle])
+    return float(change[:middle].max()) <= UNHEARD * float(change[middle])
 
 
 def can_copy(grid: Grid) -> bool:
@@ -107,4 +107,4 @@ def can_copy(grid: Grid) -> bool:
     counted[middle] = False
     others = float(change[counted].median()) if bool(counted.any()) else 0.0
     own = float(change[middle])
-    return own > 0 and (before <= 1e-3 * own or own >= DIRECT * others)
+    return own > 0 and (before <= UNHEARD * own or own >= DIRECT * others)

@@ -37,6 +37,10 @@ MASKED = -1e4  # a score that is meant as minus infinity
 LARGE = 50.0  # e^50 to one: next to such a score no other key counts, nor gets a gradient
 ONE_KEY = 0.99  # of the weight on a single key
 FEWEST_KEYS = 8  # among which a query can choose
+ALONE = 0.95  # of the queries, each on one key: some heads look at one place by nature, not all
+EARLY = 10  # steps: later, a head that looks at one place may have learned to
+TOGETHER = 0.01  # of a mask's number: what scores of usual size add to it is less
+FEW = 0.01  # of the queries: a row here and there that sees nothing harms nobody
 MOST = 50  # softmaxes that are looked at
 
 
@@ -375,8 +379,7 @@ def saturated(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict | No
     weights = rows.softmax(-1)
     alone = float((weights.amax(-1) > ONE_KEY).double().mean())
     gap = float((top - second).median())
-    # a head that learned to look at one place is healthy; one whose scores are that large from the start is not
-    if alone < 0.95 or gap < LARGE or evidence.step > 10:
+    if alone < ALONE or gap < LARGE or evidence.step > EARLY:
         return None
     spread = float(rows[rows > -torch.inf].std())
     return confirmed(
@@ -395,7 +398,7 @@ def sees_nothing(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict |
     most = scores.masked_fill(~finite, -torch.inf).amax(-1)
     least = scores.masked_fill(~finite, torch.inf).amin(-1)
     # (…, queries); all −inf would be a NaN, and scores that have grown to such numbers lie far apart
-    hidden = finite.any(-1) & (most <= MASKED) & (most - least < 0.01 * most.abs())
+    hidden = finite.any(-1) & (most <= MASKED) & (most - least < TOGETHER * most.abs())
     rows = hidden.reshape(-1, hidden.shape[-1])
     for is_pad in padded_batches(evidence).values():
         if (
@@ -403,7 +406,7 @@ def sees_nothing(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict |
         ):  # padding may see nothing
             rows = rows & ~is_pad.repeat_interleave(rows.shape[0] // is_pad.shape[0], dim=0)
     share = float(rows.double().mean())
-    if share < 0.01:
+    if share < FEW:
         return None
     return confirmed(
         f"{FAMILY}/all-masked-row",

@@ -23,6 +23,12 @@ COLUMNS = 4096  # of a sample that its fingerprint looks at
 LOOK_AT = 20_000  # rows of the data that are counted
 AGAIN = 20  # samples that came twice
 ENOUGH = 5  # batches before anything is said
+GAP = 1.2  # times the last step remembered, once there are MOST: a dozen for every tenfold of the training
+OFTEN = 0.3  # of what came again: wrong code shows in half of it and more, twins in the data in little
+VARIED = 0.9  # of the samples drawn: the others are those of an epoch that begins again
+IMBALANCED = 0.95  # of the labels in one class: whoever always says it is hardly ever wrong
+MIXED = 0.2  # a batch that tells less of its labels, or holds more of the inputs' variance, is a mixture
+FALLING, RISING = 0.1, 0.9  # of the batches above the one before: of shuffled ones, half are
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,8 @@ def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
         return
     if batches is None or len(batches) < ENOUGH:
         return
-    for judge in (
-        is_the_generator_seeded_anew,
-        is_it_the_same_batch,
-        are_there_few_samples,
-        do_pairs_stay,
-        are_labels_mixed,
-    ):
+    first = (is_the_generator_seeded_anew, is_it_the_same_batch, are_there_few_samples)
+    for judge in (*first, do_pairs_stay, are_labels_mixed):
         verdict = judge(batches)
         if verdict is not None:
             yield verdict
@@ -78,7 +79,7 @@ def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
 def remember_batch(evidence: Evidence) -> list[Batch] | None:
     """The batches so far, this one the last; None where it has none, or enough are known."""
     batches: list[Batch] = evidence.memory.setdefault("batches", [])
-    batch = look_at_batch(evidence) if len(batches) < MOST or evidence.step > 1.2 * batches[-1].step else None
+    batch = look_at_batch(evidence) if len(batches) < MOST or evidence.step > GAP * batches[-1].step else None
     if batch is None:
         return None
     batches.append(batch)
@@ -251,7 +252,7 @@ def is_it_the_same_batch(batches: list[Batch]) -> Verdict | None:
     fetched = all(
         batch.where for batch in batches
     )  # else it is there from step to step: epochs on one rollout
-    if len(pairs) >= 4 and len(twice) >= 0.3 * len(pairs) and batches[-1].alone and fetched:
+    if len(pairs) >= 4 and len(twice) >= OFTEN * len(pairs) and batches[-1].alone and fetched:
         return confirmed(
             f"{FAMILY}/batches-repeated",
             f"{len(twice)} of {len(pairs)} batches are the batch before over again (step {twice[0]} for one)",
@@ -273,7 +274,7 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
             where=last.where,
             confidence="likely",
         )
-    if distinct >= 0.9 * len(drawn):
+    if distinct >= VARIED * len(drawn):
         return excluded(
             f"{FAMILY}/few-samples",
             f"{distinct} different samples among the {len(drawn)} of {len(batches)} steps",
@@ -302,7 +303,7 @@ def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
             other += before not in (None, answer) and answer in seen
         seen.update(batch.answers.tolist())  # type: ignore[union-attr]
     again = same + other
-    if again < AGAIN or other < 0.3 * again:
+    if again < AGAIN or other < OFTEN * again:
         return None
     return confirmed(
         "data-target-misaligned/pairs-change",
@@ -341,13 +342,13 @@ def are_labels_mixed(batches: list[Batch]) -> Verdict | None:
     line = f"the batch tells {100 * told:.0f} % of a label's entropy ({len(known)} batches, {len(values)} classes)"
     if told > 0.5:
         return confirmed(f"{FAMILY}/sorted-by-class", line, where=known[-1].where, confidence="likely")
-    if most > 0.95 and len(labels) >= 200:
+    if most > IMBALANCED and len(labels) >= 200:  # of fewer, the rare ones may yet come
         text = f"{100 * most:.1f} % of {len(labels)} labels are class {values[counts.argmax()]}"
         fix = "weight the rare classes in the loss, or sample them more often"
         return confirmed(
             f"{FAMILY}/imbalance", text, fix=fix, level="warning", confidence="likely", lasting=False
         )
-    return excluded(f"{FAMILY}/sorted-by-class", line) if told < 0.2 else None
+    return excluded(f"{FAMILY}/sorted-by-class", line) if told < MIXED else None
 
 
 def _do_inputs_come_in_order(batches: list[Batch]) -> Verdict | None:
@@ -356,7 +357,8 @@ def _do_inputs_come_in_order(batches: list[Batch]) -> Verdict | None:
     inside = np.mean([batch.ids.var() for batch in batches if batch.ids is not None])
     total = every.var()
     rising = np.mean(np.diff(means) > 0)
-    if len(means) < 2 * ENOUGH or total == 0 or inside > 0.2 * total or not (rising > 0.9 or rising < 0.1):
+    in_order = rising > RISING or rising < FALLING
+    if len(means) < 2 * ENOUGH or total == 0 or inside > MIXED * total or not in_order:
         return None
     return confirmed(
         f"{FAMILY}/not-shuffled",

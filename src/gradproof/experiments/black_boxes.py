@@ -70,10 +70,8 @@ def verdict_on(call: FunctionCall, fault: Fault) -> Verdict:
             fix=FIX,
             lasting=False,
         )
-    if fault.kind in (
-        "claim",
-        "precision",
-    ):  # a name may be meant otherwise: it is a problem where there is trouble
+    # a name may be meant otherwise: it is a problem where there is trouble
+    if fault.kind in ("claim", "precision"):
         return confirmed(
             "wrong-gradient/kernel",
             *lines,

@@ -30,6 +30,7 @@ PASSED_ON = RESHAPES | {"expand", "cat", "stack", "clone", "detach", "_to_copy"}
 CHOOSES_ROWS = ("embedding", "index", "index_select", "gather")
 UNUSED = "it is not used by the loss"
 NEARBY = 1e-4  # of a weight's size
+PART = 0.2  # of a weight's rows: a gate of four has more; fewer may be units that are off
 CHANGED = 1e-6  # of a gradient in float64
 ROUNDED = 1e-11  # of a loss in float64: what changes less may be rounding
 
@@ -180,7 +181,7 @@ def cut_rows(evidence: Evidence) -> Iterator[Verdict]:
         rows = (parameter.grad == 0).all(dim=1)
         silent[name] = rows & silent[name] if name in silent else rows
         share = float(silent[name].float().mean())
-        if 0.2 <= share < 1:
+        if PART <= share < 1:
             suspects[name] = silent[name]
     for name, rows in suspects.items():
         if not shapes_the_loss(evidence, slots[name], rows):

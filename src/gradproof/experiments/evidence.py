@@ -46,9 +46,8 @@ class Verdict:
     confidence: str = ""  # of a confirmation: proven, likely or possible
     if_troubled: bool = False
     lasting: bool = False
-    numbers: dict[str, float] = field(
-        default_factory=dict
-    )  # what a fix from outside or the page needs to know
+    # what a fix from outside or the page needs to know
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 def confirmed(id: str, *evidence: str, confidence: str, lasting: bool = True, **details: Any) -> Verdict:

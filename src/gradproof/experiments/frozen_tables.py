@@ -24,12 +24,13 @@ ID, LAST = "param-not-updated/frozen-table", "param-not-updated/frozen-last-laye
 FIRST = 8  # steps before it is asked
 STEPS, FEWEST = 16, 8  # on one batch, with the tables and without
 LONGEST = 1.5  # seconds for both trainings
-TRIES = 2
+TRIES = 2  # trainings: what does not show on two batches is not paid for again
 FURTHER = 1.5  # times as far as without them
 FALLS = 0.1  # of the loss, at least
 STUCK = 0.5  # of the loss of the first steps
+# of fewer rows, anything may be drawn; of so many rows and columns, what was learned shows, in little time
 FEWEST_ROWS, MOST_ROWS, MOST_COLUMNS = 16, 4096, 256
-SIGMAS = 5.0
+SIGMAS = 5.0  # a sum of squares of what was drawn is beyond them less than once in a million
 
 
 def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:

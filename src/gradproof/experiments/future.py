@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
-from gradproof.experiments.grids import Grid, find_grids
+from gradproof.experiments.grids import COMMON, UNHEARD, Grid, find_grids
 from gradproof.experiments.instruments.hearing import Confined, along, find_first_spread
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.samples import ATTENDS
@@ -17,9 +17,7 @@ from gradproof.tape.operations import Operation
 MIXES_PLACES = {"view", "_unsafe_view", "reshape", "transpose", "permute"}
 SOFTMAXES = {"_softmax", "_safe_softmax"}
 FAMILY = "attention-mask-error"
-COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little to tell apart
-UNHEARD = 1e-3  # of the change of the token's own prediction
-DEAF = 1e-9  # of it: what float64 leaves of nothing
+DEAF = 1e-9  # of the change of the token's own prediction: what float64 leaves of nothing
 REMEMBERS = ("attention", "rnn", "lstm", "gru", "softmax")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from gradproof.tape.gain import Gain, measure_gains
 from gradproof.tape.operations import Tape
 
-MOST_MODULES = 400
+MOST_MODULES = 400  # of a very deep model the first ones: what a run keeps of a step stays small
 TIMES = 8  # places along the calls of a recurrent module
 
 

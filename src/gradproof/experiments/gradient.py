@@ -14,10 +14,8 @@ from gradproof.tape.operators import is_view
 from gradproof.tape.shadow import Shadow
 
 COPIES = ("copy_", "_to_copy", "clone")
-LOST, WHOLE = (
-    2,
-    3,
-)  # replayed steps that lost something, and that did not: both happen, so it is neither code nor chance
+# replayed steps that lost something, and that did not: both happen, so it is neither code nor chance
+LOST, WHOLE = 2, 3
 
 FAMILY_OF = {
     "wrong backward": "wrong-gradient/backward",

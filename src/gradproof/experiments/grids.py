@@ -15,6 +15,9 @@ from gradproof.experiments.instruments.hearing import how_far, outcome
 from gradproof.tape.operations import Operation, Ref
 
 EXACT = 0.98  # of the targets are the token at some lag: but for a few that a script treats apart
+WHOLE = 0.95  # of the targets count: but for the ends of sequences
+COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little to tell apart
+UNHEARD = 1e-3  # of the change of a changed token's own prediction: less is rounding on the way
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Grid:
     def is_whole(self) -> bool:
         """Whether every target counts, but for those where the token is padding."""
         left_out = self.tokens[:, : self.targets.shape[1]][~self.valid]
-        return float(self.valid.double().mean()) > 0.95 or len(torch.unique(left_out)) == 1
+        return float(self.valid.double().mean()) > WHOLE or len(torch.unique(left_out)) == 1
 
     @cached_property
     def inside(self) -> tuple[int, int]:

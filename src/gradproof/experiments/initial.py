@@ -26,12 +26,13 @@ def where_does_it_start(evidence: Evidence) -> Iterator[Verdict]:
 PRODUCTS = ("mm", "conv", "linear", "matmul", "lstm", "gru", "rnn")  # in the names of matrix products
 LARGE_GAIN = 4.0  # PyTorch's own layers begin at 0.6 to 1.4
 WIDE = 12.0  # of what a sine is taken of, as a standard deviation: four half waves
-LIMITS = {
-    "tanh": (0.0, 1.0),
-    "sigmoid": (0.5, 0.5),
-}  # the middle of what a squasher gives, and how far it goes
+# the middle of what a squasher gives, and how far it goes
+LIMITS = {"tanh": (0.0, 1.0), "sigmoid": (0.5, 0.5)}
+FULL = 0.99  # of the way from the middle to the limit: 2 % of its slope are left there
 MOSTLY = 0.6  # of their values at the limit: hardly any gradient comes through
 LARGE_LOSS = 3.0  # times the loss of guessing
+ROUNDED = 1e-6  # of the largest entry: what sums in another order make of equal rows in float32
+STEADY = 0.2  # of a weight's length: what a single step changes by more is not as it was started
 
 
 def are_units_all_the_same(evidence: Evidence) -> Iterator[Verdict]:
@@ -77,7 +78,7 @@ def place_of_start(evidence: Evidence, name: str) -> str:
 def same_rows(tensor: Tensor) -> bool:
     rows = tensor.reshape(tensor.shape[0], -1)
     size = float(rows.abs().max())
-    return bool((rows - rows[:1]).abs().max() <= 1e-6 * size)
+    return bool((rows - rows[:1]).abs().max() <= ROUNDED * size)
 
 
 def weights_too_large(evidence: Evidence) -> Iterator[Verdict]:
@@ -125,7 +126,7 @@ def saturated_share(evidence: Evidence) -> float:
     squashers = [op for op in flow.operations if op.name in LIMITS and op.makes and op.makes[0] in inner]
     ends = [(LIMITS[op.name], op.makes[0]) for op in squashers]
     values = flow.values([slot for _, slot in ends])
-    full = [((values[s].double() - middle).abs() > 0.99 * half) for (middle, half), s in ends if s in values]
+    full = [((values[s].double() - middle).abs() > FULL * half) for (middle, half), s in ends if s in values]
     count = sum(part.numel() for part in full)
     return sum(float(part.sum()) for part in full) / count if count else 0.0
 
@@ -160,7 +161,7 @@ def weights_at_start(evidence: Evidence) -> dict[str, Tensor]:
     found = {}
     for slot in evidence.tape.parameters:
         value, change = evidence.tape.leaf_value(slot.index), evidence.updates.get(slot.index)
-        steady = change is None or float(change.double().norm()) < 0.2 * float(value.double().norm())
+        steady = change is None or float(change.double().norm()) < STEADY * float(value.double().norm())
         if slot.name in known and slot.index in factors and steady:
             found[slot.name] = value
     return found
@@ -211,14 +212,14 @@ def inputs_are_large(evidence: Evidence) -> bool:
         known = slot.index in kept and not slot.is_sparse
         if slot.dtype.is_floating_point and slot.shape and known:
             value = evidence.tape.leaf_value(slot.index)
-            if value.numel() and float(value.abs().float().mean()) > 10:
+            if value.numel() and float(value.abs().float().mean()) > 10:  # standardised ones have 1
                 return True
     return False
 
 
 # the loss ---------------------------------------------------------------------------------------------------
 
-EARLY = 3
+EARLY = 3  # steps: later, a network is what training has made of it
 
 
 def loss_above_guessing(evidence: Evidence) -> Iterator[Verdict]:
@@ -259,10 +260,10 @@ def loss_above_guessing(evidence: Evidence) -> Iterator[Verdict]:
 
 # yes-or-no scores -------------------------------------------------------------------------------------------
 
-GUESS = math.log(2)
+GUESS = math.log(2)  # the loss of a score of 0, which says yes and no alike
 FAR = 3.0  # the mean score, in logits: sure to 95 %
 ONE_SIDED = 0.95  # of the scores that have the same sign
-FEWEST = 16
+FEWEST = 16  # scores: of fewer, all may have one sign by chance
 
 
 def scores_on_one_side(evidence: Evidence) -> Iterator[Verdict]:

@@ -10,25 +10,15 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.batches import Batch, fingerprints, remember_batch
-from gradproof.experiments.evidence import (
-    Evidence,
-    Verdict,
-    causes_of,
-    confirmed,
-    each,
-    excluded,
-    undecided,
-)  # fmt: skip
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded, undecided
 
 FAMILY = "data-order-or-sampling"
 FEWEST = 50  # samples of a validation
 SEEN = 0.9  # of the last batches' samples had been seen before: an epoch is complete
-SOME, ALL = 0.02, 0.98
+SOME, ALL = 0.02, 0.98  # of a validation: a few twins are no leak, and all of it is a look at the training
 FEW = 16  # samples, to know their size
-TIMES, AWAY = (
-    4.0,
-    3.0,
-)  # between deviations, and of means in deviations: more than noise that is added to one of them
+# between deviations, and of means in deviations: more than noise that is added to one of them
+TIMES, AWAY = 4.0, 3.0
 CLEAR = 8.0  # between deviations: nobody wants that
 
 

@@ -17,7 +17,9 @@ POSITIVE = ("softplus", "relu", "threshold", "exp", "abs", "sigmoid", "hardsigmo
 RAW = ("addmm", "mm", "bmm", "matmul", "linear", "convolution", "baddbmm")
 SAFE = 1e-3  # what is added before a logarithm to keep it finite is less than that
 AT_THE_FLOOR = 0.2  # a logarithm that cannot be negative and lies below this wants to be
-SUMS_TO_ONE = 0.02
+SUMS_TO_ONE = 0.02  # how far off a row may be: half precision leaves less of a sum of probabilities
+NEARLY_ALL = 0.9  # of the rows: what is padded or masked may hold anything
+OUTSIDE = 0.05  # share of targets beyond the range that is more than a few outliers
 
 
 def are_logarithms_where_they_are_wanted(evidence: Evidence) -> Iterator[Verdict]:
@@ -74,7 +76,7 @@ def positive_as_logarithm(flow: Flow, exp: Operation) -> Verdict | None:
         where=place_of(exp.module, exp.line),
         fix=f"PoissonNLLLoss(log_input=False) for the rate that {name} puts out; or remove the {name}, and take exp() "
         "of the output for the rate",
-        confidence="proven" if name == "exp" or below > 0.05 else "likely",
+        confidence="proven" if name == "exp" or below > OUTSIDE else "likely",
     )
 
 
@@ -249,7 +251,7 @@ def sums_to_one(values: Tensor, axis: int) -> bool:
     """Whether (nearly) all rows along an axis are distributions."""
     rows = values.double()
     sums = rows.sum(axis)
-    near = ((sums - 1).abs() < SUMS_TO_ONE).double().mean() > 0.9
+    near = ((sums - 1).abs() < SUMS_TO_ONE).double().mean() > NEARLY_ALL
     return values.shape[axis] >= 2 and sums.numel() >= 2 and bool((rows >= 0).all()) and bool(near)
 
 

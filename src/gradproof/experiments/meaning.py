@@ -9,22 +9,17 @@ from torch import nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
 from gradproof.experiments.flow import VIEWS
-from gradproof.experiments.instruments.update import (
-    at_work,
-    line_of_optimizer,
-    named_parameters,
-    shrinkage,
-)
+from gradproof.experiments.instruments.update import at_work, line_of_optimizer, named_parameters, shrinkage
 from gradproof.experiments.nonfinite import place_of
 
 FAMILY = "optimizer-config"
 # torch's optimizers whose decay joins the gradient
 COUPLED = ("SGD", "Adam", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta")
 OUTWEIGHS = 3.0  # times the gradient: at one they are in balance, as at the end of many trainings
-NOTHING_LEFT = (
-    0.05  # of its size at the first taped step: what is pruned or unused may go, half of all may not
-)
+# of its size at the first taped step: what is pruned or unused may go, half of all may not
+NOTHING_LEFT = 0.05
 FAST = 0.02  # of a weight, at every step: half of it is gone after 35
+SAME = 0.01  # of what is taken off: that rate times decay comes so near is no chance
 USUAL = 0.5  # a decay up to here is not what is wrong with lr * decay
 APART = 10.0  # between the rates of first and last layers: as fine-tuning has them, the other way round
 FAR_APART = 1000.0  # nobody means that
@@ -105,7 +100,7 @@ def shrinks(evidence: Evidence) -> Verdict | None:
         return excluded(f"{FAMILY}/shrinks", f"the decay takes {100 * share:.2g} % off the weights at a step")
     groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
     decays = [(float(g.get("weight_decay") or 0.0), float(g.get("lr") or 0.0)) for g in groups]
-    if any(decay <= USUAL and abs(share - rate * decay) < 0.01 * share for decay, rate in decays):
+    if any(decay <= USUAL and abs(share - rate * decay) < SAME * share for decay, rate in decays):
         return None  # the rate is what is too large
     return confirmed(
         f"{FAMILY}/shrinks",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each
 from gradproof.experiments.flow import ALIASES, RESHAPES, VIEWS
+from gradproof.experiments.instruments.hearing import CHANGED
 from gradproof.experiments.instruments.source import forward_line
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Line, ModuleCall, Operation, references
@@ -29,6 +30,7 @@ def one_buffer(evidence: Evidence) -> Verdict | None:
 
 
 FEWEST = 6  # members of a stack that are one and the same memory
+NEARLY_ALL = 0.9  # of the members: the first or the last of a loop may be made apart
 STACKS = ("stack", "cat")
 WHOLE = RESHAPES | {"detach"}  # all of a tensor, in the same memory
 COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
@@ -55,7 +57,7 @@ def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
         ]
         outside = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
         outside = outside and not is_repeated_here(evidence, members)
-        if same >= 0.9 * len(members) and (len(rewritten) >= 2 or outside):
+        if same >= NEARLY_ALL * len(members) and (len(rewritten) >= 2 or outside):
             written = rewritten[-1].line if rewritten else operation.line
             given = handed_out(evidence, first, operation)
             # one sample may be meant many times
@@ -378,7 +380,7 @@ def gives_the_same(evidence: Evidence, pair: Pair) -> bool:
         return False
     size = float(one.abs().max())
     differ = bool((one != one[:1]).any())
-    return differ and size > 0 and float((one - two).abs().max()) <= 1e-5 * size
+    return differ and size > 0 and float((one - two).abs().max()) <= CHANGED * size
 
 
 def halves(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from gradproof.experiments.nonfinite import place_of
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+MUCH, NEARLY_ALL = 0.8, 0.9  # dropped: who keeps a fifth may mean it, who keeps a tenth has mixed up p
 
 
 def is_it_in_train_mode(evidence: Evidence) -> Iterator[Verdict]:
@@ -93,13 +94,13 @@ def dropped_too_much(evidence: Evidence) -> Iterator[Verdict]:
             share = 1 - keep if isinstance(keep, float) and following.args[1] == keep else None
         if share is None or operation.in_backward is not None:
             continue
-        if share >= 0.8:
+        if share >= MUCH:
             yield confirmed(
                 "train-eval-mode-error/keep-probability",
                 f"{100 * share:g} % of the values are dropped: each step trains {100 * (1 - share):g} % of the network",
                 where=place_of(operation.module, operation.line),
                 fix=f"p is the share that is dropped: {1 - share:.2g} instead of {share:.2g}?",
-                level="problem" if share >= 0.9 else "warning",
+                level="problem" if share >= NEARLY_ALL else "warning",
                 confidence="likely",
             )
             return

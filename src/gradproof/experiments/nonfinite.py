@@ -17,14 +17,9 @@ from gradproof.tape.operations import Line, Operation
 from gradproof.tape.trace import came_from_others
 
 HALF = {"float16", "bfloat16"}
-HUGE_WEIGHT, HUGE = 1e4, 1e15
-STEEP = (
-    "sqrt",
-    "std",
-    "acos",
-    "asin",
-    "acosh",
-)  # finite where their derivative is infinite; a power below 1, too
+HUGE_WEIGHT, HUGE = 1e4, 1e15  # no initialisation makes such weights, nor layers of usual weights such values
+# finite where their derivative is infinite; a power below 1, too
+STEEP = ("sqrt", "std", "acos", "asin", "acosh")
 
 
 def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
@@ -59,10 +54,8 @@ def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     evidence.memory["located"] = True
     found = verdict_of(bad)
     grown = what_has_grown(evidence, bad)
-    if grown or diverged(
-        evidence.losses
-    ):  # numbers grew until they overflowed: the end of the story, not its cause
-        found = replace(found, level="note")
+    if grown or diverged(evidence.losses):
+        found = replace(found, level="note")  # numbers grew until they overflowed: the end of the story
     if grown:
         yield confirmed(
             "lr-too-high/diverged",

@@ -27,6 +27,7 @@ BATCH_NORMS = {
     "miopen_batch_norm": (5, 6, 7),
     "_batch_norm_with_update": (None, 5, 6),
 }
+LARGE_EPS = 1e-3  # a hundred times PyTorch's own: an ε below is hardly ever what is wrong
 LATE = 90  # steps after which running statistics should have left their start
 LAYER_NORMS = {"native_layer_norm": 4}
 
@@ -49,7 +50,7 @@ WALK = VIEWS | {
 }  # fmt: skip
 REDUCES = ("mean", "sum", "linalg_vector_norm", "norm", "var", "std", "amax")
 LIMITS = ("clamp", "clamp_max", "minimum", "tanh", "sigmoid", "hardtanh")
-HUGE_FACTOR = 1e3
+HUGE_FACTOR = 1e3  # what has shrunk so far is mostly noise, and its gradient grows by as much
 
 
 def of_unbounded_factors(evidence: Evidence) -> Iterator[Verdict]:
@@ -186,7 +187,7 @@ def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Iterator[Verdic
         if value is None or not isinstance(eps, float):
             continue
         variance = float(variances(operation, value.float()).median())
-        if eps >= 1e-3 and variance < eps:
+        if eps >= LARGE_EPS and variance < eps:
             yield confirmed(
                 "normalization-error/eps",
                 f"ε = {eps:g} is larger than the variance {variance:.2g} of what comes in: "
@@ -266,7 +267,7 @@ FIXES = {
     "LayerNorm": "give LayerNorm the size of the features, or leave it out where there is one feature",
 }
 OWN_FIX = "take mean and variance over the features, an axis with more than one value"
-MOST_NAMES = 3
+MOST_NAMES = 3  # in one sentence: more of them say no more
 
 
 def of_one_value(evidence: Evidence) -> Iterator[Verdict]:

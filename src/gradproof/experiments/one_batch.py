@@ -15,11 +15,11 @@ from gradproof.experiments.instruments.update import line_of_optimizer
 from gradproof.experiments.step_length import largest_lr, say_rate
 
 FAMILY = "lr-too-high"
-STEPS, FEWEST = 24, 12
+STEPS, FEWEST = 24, 12  # on one batch: of fewer, a rate ten times lower has not come far, be it the right one
 LONGEST = 2.0  # seconds for both trainings
 # a tenth of the rate leaves at most this share of the loss, and so many times less than the run's own rate
 BETTER = (0.7, 1.2)
-MUCH_BETTER = (0.5, 2.0)
+MUCH_BETTER = (0.5, 2.0)  # half and twice: no luck of a few steps
 NEARBY = 1e-6  # of the weights' length
 AS_TOLD = 0.2  # of the slope that the gradient tells
 
@@ -80,8 +80,7 @@ def falls_as_told(evidence: Evidence, gradients: dict[int, Tensor]) -> bool:
         return False
     up, down = (
         evidence.loss_at(
-            {slot: weights[slot] + way * far / told * g for slot, g in stepped.items()},
-            dtype=torch.float64,
+            {slot: weights[slot] + way * far / told * g for slot, g in stepped.items()}, dtype=torch.float64
         )
         for way in (1, -1)
     )

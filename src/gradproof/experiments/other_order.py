@@ -16,12 +16,12 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, undecided
 from gradproof.experiments.flow import Comparison
 from gradproof.experiments.instruments.rows import SHORT_NUMBERS, data_behind, send_numbers
-from gradproof.experiments.targets import agreement_with, inputs_of, is_computed, nearest_others
+from gradproof.experiments.targets import STRANGERS, agreement_with, inputs_of, is_computed, nearest_others
 
 ID = "data-target-misaligned/other-order"
 ROWS = 1500  # compared with one another
-COLUMNS = 256
-STRANGERS, FRIENDS = 2.5, 8.0  # deviations from chance of what nearest neighbours have in common
+COLUMNS = 256  # of a sample: neighbours in so many are neighbours in all
+FRIENDS = 8.0  # deviations from chance of what nearest neighbours share: no order has it by luck
 LONGEST = 5_000  # operations of a forward pass
 BACK = 6  # operations from a comparison back to what it was taken from
 

@@ -100,9 +100,8 @@ def never_changed(evidence: Evidence) -> Verdict | None:
 
 def passed_over(evidence: Evidence) -> Verdict | None:
     """Parameters that an optimizer holds and used to change; they get a gradient, and its steps leave them alone."""
-    known = evidence.memory.setdefault(
-        "passed over", {}
-    )  # name -> when it was left alone, since it was changed last
+    # name -> when it was left alone, since it was changed last
+    known = evidence.memory.setdefault("passed over", {})
     names = {id(parameter): name for name, parameter in named_parameters(evidence).items()}
     stepped = {evidence.slot(slot).name for slot in evidence.tape.stepped}
     groups = [group for optimizer in at_work(evidence) for group in optimizer.param_groups if group.get("lr")]

@@ -259,9 +259,8 @@ def frames_left_out(evidence: Evidence) -> Verdict | None:
     """CTC that is told of fewer frames than there are: what does not fit in them costs nothing, and teaches nothing."""
     for op, labels, given in alignments(evidence):
         wanted = torch.tensor([len(row) for row in labels])
-        again = torch.tensor(
-            [int((row[1:] == row[:-1]).sum()) for row in labels]
-        )  # a blank has to stand between
+        # a blank has to stand between
+        again = torch.tensor([int((row[1:] == row[:-1]).sum()) for row in labels])
         frames = evidence.slot(op.args[0].slot).shape[0]
         short, longest = given < wanted + again, int(given.max())
         if len(given) < SMALLEST or float(short.double().mean()) <= TOO_SHORT or longest > LONGEST * frames:
@@ -321,6 +320,7 @@ HALF = 0.5  # of the entries that a mask lets count: below, the loss is less tha
 MEASURED = 64  # entries that are not filled
 FILLED = (0.1, 0.98)  # of the entries that hold the one value
 DIFFERENT = 0.3  # of the others are different numbers: measured, not counted or classified
+SCATTERED = 0.3  # correlation of neighbours: in the background of a picture it is nearly 1
 APART = 20  # typical distances between neighbours among the others
 FEWEST_GRADES = 4  # different numbers, where there are few: two or three are classes
 OUTSIDE = 10  # ranges of the others away: nobody measures that
@@ -439,7 +439,7 @@ def are_scattered(filled: Tensor) -> bool:
         return False
     a, b = rows[:, :-1] - rows[:, :-1].mean(), rows[:, 1:] - rows[:, 1:].mean()
     scale = float((a.square().sum() * b.square().sum()).sqrt())
-    return scale > 0 and abs(float((a * b).sum())) < 0.3 * scale
+    return scale > 0 and abs(float((a * b).sum())) < SCATTERED * scale
 
 
 def find_idle_mask(evidence: Evidence, comparison: Comparison) -> tuple[Operation | None, float]:

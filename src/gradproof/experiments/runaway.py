@@ -23,7 +23,8 @@ def does_the_loss_run_away(evidence: Evidence) -> Iterator[Verdict]:
 # weights ----------------------------------------------------------------------------------------------------
 
 FEW = 16  # numbers: a weight for each term, not a layer's bias
-FAR = 8.0
+FAR = 8.0  # e^8: what is weighed by an exponential counts for three thousand times less, or more
+ON = 1.5  # times as far down, twice as far away: a line falls twice as far, what has a floor hardly further
 
 
 def along_a_weight(evidence: Evidence) -> Iterator[Verdict]:
@@ -40,7 +41,7 @@ def along_a_weight(evidence: Evidence) -> Iterator[Verdict]:
                 evidence.loss_at({parameter.index: value + way * share * FAR}) for share in (0.5, 1.0)
             )
             fallen = evidence.loss - near
-            if math.isfinite(far) and far < 0 < fallen and evidence.loss - far > 1.5 * fallen:
+            if math.isfinite(far) and far < 0 < fallen and evidence.loss - far > ON * fallen:
                 yield confirmed(
                     "loss-scale-or-sign/weight-runs-away",
                     f"{parameter.name} moved by {way * FAR:g}, and nothing else, takes the loss from "
@@ -68,7 +69,9 @@ def user_in_the_loss(evidence: Evidence, parameter: Slot) -> Operation | None:
 
 # outputs ----------------------------------------------------------------------------------------------------
 
-DECADES = (10.0, 100.0, 1000.0)
+DECADES = (10.0, 100.0, 1000.0)  # a logarithm falls as far in each of them, what has a floor does not
+NO_LESS = 0.9  # of the decade before: those of a logarithm are equal, but for where it begins
+EACH = 0.2  # of its share of the fall: no group of samples may pay for the others
 # of an output, along its features
 PARTS = ("split", "chunk", "split_with_sizes", "slice", "select", "unbind")
 PASSES = RESHAPES.union(PARTS)
@@ -188,14 +191,14 @@ def falls_without_end(
         falls = [a - b for a, b in zip([before, *fallen], fallen, strict=False)]
         if not all(math.isfinite(loss) for loss in fallen) or not all(fall > 0 for fall in falls):
             return None
-    if not (fallen[-1] < 0 and falls[2] > 0.9 * falls[1] > 0):
+    if not (fallen[-1] < 0 and falls[2] > NO_LESS * falls[1] > 0):
         return None
     count = min(now[slot].shape[0] if now[slot].dim() else 0 for slot in slots)
     if count < GROUPS:
         return None
     whole = before - fallen[1]
     parts = [before - loss_at(DECADES[1], slice(group, None, GROUPS)) for group in range(GROUPS)]
-    return fallen if all(part > 0.2 * whole / GROUPS for part in parts) else None
+    return fallen if all(part > EACH * whole / GROUPS for part in parts) else None
 
 
 def loss_of(evidence: Evidence, values: dict[int, Tensor]) -> float:

@@ -15,7 +15,12 @@ from gradproof.tape.operations import Line
 FAMILY = "data-order-or-sampling"
 UNEVEN = 1.5  # times as many samples in the most frequent class as in the rarest
 CLOSE = 0.1  # of an exponent, for two classes, through which any curve goes
+GROWS = 0.3  # the power of the counts: frequencies have 1, their roots 0.5, less is none that anybody means
 FITS = 0.98  # of the spread of the weights' logarithms that a power of the counts explains, for more classes
+EQUAL = 1e-3  # of the largest weight: weights of classes that differ by less are all the same
+SLACK = 1e-4  # of a class's weight: its samples have one, and float32 rounds it
+INVERSE = 0.02  # of count times weight: 1 / (n + 1) is as near to 1 / n of fifty samples
+FEW = 0.1  # of the samples: an epoch that leaves out nine in ten
 
 
 def are_rare_classes_drawn_more_often(evidence: Evidence) -> Iterator[Verdict]:
@@ -53,9 +58,9 @@ def by_class(weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.nd
     """(samples, weight) of each class; None where weights differ within a class, or are all the same."""
     _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
     means = np.bincount(number, weights) / counts
-    if not np.isfinite(means).all() or means.min() <= 0 or np.ptp(means) <= 1e-3 * means.max():
+    if not np.isfinite(means).all() or means.min() <= 0 or np.ptp(means) <= EQUAL * means.max():
         return None
-    return (counts, means) if bool((np.abs(weights - means[number]) <= 1e-4 * means[number]).all()) else None
+    return (counts, means) if bool((np.abs(weights - means[number]) <= SLACK * means[number]).all()) else None
 
 
 def grows_with(counts: np.ndarray, means: np.ndarray) -> float | None:
@@ -63,7 +68,7 @@ def grows_with(counts: np.ndarray, means: np.ndarray) -> float | None:
     x, y = np.log(counts), np.log(means)
     x, y = x - x.mean(), y - y.mean()
     exponent = float(x @ y / (x @ x))
-    if exponent < 0.3:
+    if exponent < GROWS:
         return None
     if len(counts) == 2:
         return exponent if min(abs(exponent - 1), abs(exponent - 0.5)) < CLOSE else None
@@ -74,7 +79,7 @@ def belongs_to_others(counts: np.ndarray, means: np.ndarray) -> bool:
     """The inverses of the counts, all of them, but each beside another class."""
     share = counts * means / (counts * means).mean()
     ordered = np.sort(counts)[::-1] * np.sort(means)
-    return bool(np.ptp(ordered) < 0.02 * ordered.max() and share.max() > UNEVEN * share.min())
+    return bool(np.ptp(ordered) < INVERSE * ordered.max() and share.max() > UNEVEN * share.min())
 
 
 def inverted(counts: np.ndarray, means: np.ndarray, exponent: float | None, where: str | None) -> Verdict:
@@ -105,7 +110,7 @@ def too_few_weights(sampler: dict[str, Any], where: str | None) -> Verdict:
         f"{FAMILY}/weights-of-classes",
         f"the sampler has {len(weights)} weights for {samples} samples: only the first {len(weights)} are ever drawn",
         where=where,
-        level="problem" if of_classes or len(weights) < 0.1 * samples else "warning",
+        level="problem" if of_classes or len(weights) < FEW * samples else "warning",
         confidence="proven" if of_classes else "likely",  # the numbers that the sampler was given
     )
 

@@ -22,8 +22,10 @@ def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
 
 FAMILY = "input-or-target-scale"
 LARGE = 30.0  # root mean square of a feature; standardised ones have 1
-TINY = 0.02
+TINY = 0.02  # the same: a fiftieth of what weights are made for, beside which the bias is all
 HUGE = 100.0  # so large that a troubled run needs no other reason
+BEYOND = 1e-3  # 0 and 1: rounding in float16 goes no further
+LOW = -1e3  # added to a score: whose exponential is 0 then in every format
 FEWEST_PIXELS = 64  # of an image, 8 × 8
 LITTLE = 0.2  # of the targets' variance or entropy explained, late
 NORMS = {
@@ -100,7 +102,7 @@ def of_yes_or_no(evidence: Evidence, comparison: Comparison, target: Tensor) -> 
     if comparison.kind != "binary":
         return
     low, high = float(target.min()), float(target.max())
-    if low < -1e-3 or high > 1 + 1e-3:
+    if low < -BEYOND or high > 1 + BEYOND:
         yield confirmed(
             f"{FAMILY}/yes-or-no-target",
             f"the targets of the binary cross-entropy go from {low:.4g} to {high:.4g}; it wants 0 to 1, "
@@ -150,7 +152,7 @@ def harm(learned: float | None, size: float) -> dict[str, Any]:
 def is_mask(value: Tensor) -> bool:
     """0 and −inf, or 0 and a number as low: what is added to scores says who may look, and is no feature."""
     low, high = float(value.min()), float(value.max())
-    return low == -math.inf or (high == 0 and low <= -1e3 and bool(((value == low) | (value == high)).all()))
+    return low == -math.inf or (high == 0 and low <= LOW and bool(((value == low) | (value == high)).all()))
 
 
 def of_inputs(evidence: Evidence, slot: int, value: Tensor, learned: float | None) -> Iterator[Verdict]:
@@ -195,7 +197,8 @@ def _is_normalised(flow: Flow, slot: int) -> bool:
 
 # how much they vary -----------------------------------------------------------------------------------------
 
-HARDLY = 0.02  # of an input's size that is not the same for all samples
+# of an input's size that is not the same for all samples: a fiftieth drowns in the rest, a fifth is seen
+HARDLY, SEEN = 0.02, 0.2
 FEWEST = 8  # samples
 SHRINKS = 0.1  # a factor that makes numbers ten times smaller or more
 
@@ -210,7 +213,7 @@ def that_hardly_vary(evidence: Evidence) -> Iterator[Verdict]:
     if not math.isfinite(left):  # a NaN is no matter of scale
         return
     if left == 0 or share >= HARDLY:  # all the same: nothing is meant to be in it
-        if share >= 0.2:
+        if share >= SEEN:
             yield excluded(
                 f"{FAMILY}/hardly-varies",
                 f"{100 * share:.0f} % of the first layer's input differ between samples",

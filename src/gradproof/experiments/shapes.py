@@ -21,6 +21,7 @@ from gradproof.experiments.grids import find_grids
 from gradproof.experiments.instruments.order import another_order, text_runs_along_the_batch
 from gradproof.experiments.instruments.rows import as_rows, data_behind, row_numbers, rows_behind
 from gradproof.experiments.instruments.source import cut_line, forward_line, lines_behind, say_where_made
+from gradproof.experiments.logarithms import SUMS_TO_ONE
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.operations import Line, Operation, Ref
 
@@ -30,6 +31,7 @@ PAIRWISE = {"sub", "rsub", "mul"}
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 FEWEST_SAMPLES = 8  # of fewer, an axis of the same length may be another one
 FEWEST = 4  # samples, positions that are counted: fewer go up by one by chance
+RARE = 0.25  # up by one, of neighbouring places: positions of a sequence nearly always go up
 MOST = 1 << 24  # scores that are followed to their places
 COUNTERS = ("cumsum", "arange")
 SAME_PLACES = {
@@ -422,7 +424,7 @@ def softmax_along_another_axis(evidence: Evidence) -> Iterator[Verdict]:
             continue
         scores = flow.values([comparison.prediction]).get(comparison.prediction)
         sums = scores.double().exp().sum(comparison.axis) if scores is not None else None
-        if sums is None or float(((sums - 1).abs() > 0.02).double().mean()) < 0.5:
+        if sums is None or float(((sums - 1).abs() > SUMS_TO_ONE).double().mean()) < 0.5:
             continue
         shape = evidence.slot(made.makes[0]).shape
         yield confirmed(
@@ -525,4 +527,4 @@ def runs_along_the_batch(numbers: Tensor) -> bool:
     """Up by one or not at all from each sample to the next, mostly by one; hardly ever from place to place."""
     down, along = numbers.diff(dim=0), numbers.diff(dim=1)
     steady = bool(((down == 0) | (down == 1)).all()) and int(numbers[0].max()) <= 1
-    return steady and float((down == 1).double().mean()) > 0.5 and float((along == 1).double().mean()) < 0.25
+    return steady and float((down == 1).double().mean()) > 0.5 and float((along == 1).double().mean()) < RARE

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded, undecided
-from gradproof.experiments.initial import place_of_start
+from gradproof.experiments.initial import EARLY, place_of_start
 from gradproof.experiments.nonfinite import place_of
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.gain import Gain, measure_gains
@@ -25,22 +25,21 @@ def where_does_the_signal_go(evidence: Evidence) -> Iterator[Verdict]:
     yield from causes_of(each(evidence, along_chains, from_beginning_to_end))
 
 
-FEWEST_BLOCKS = 4
-FEWEST_TIMES = 6
+FEWEST_BLOCKS, FEWEST_TIMES = 4, 6  # of fewer, one odd link makes the trend
 GROWS = 1e2  # forward, from the first block to the last
 EXPLODES = 1e3  # backward, from the last block to the first
-DIES = 1e-6
+DIES = 1e-6  # either way: beside what did not fade, float32 hardly sees the rest
+LOST = 1e-10  # backward, at the start: a thousandth of float32's last digit, and no training brings it back
 FADES = 1e-2  # forward and backward, where every block takes its part of it
 PART = 0.25  # a block: PyTorch's own start of a linear layer and a rectifier keeps 0.4 of the signal
 UNHEARD = 1e-4  # of a change
 SMALL = 1e-3  # of a link's own size
-MOST_LINKS = 64
+MOST_LINKS = 64  # each is kept with its gradient: of a long chain, as many show how it goes
 # no layer of a network that learns enlarges a small change so much: an LSTM over hundreds of steps stays below 100
 MULTIPLIES = 1e4
 TINY = 1e-10  # of an input: what it becomes must stay small in float64
-MOST_SUSPECTS = 3
+MOST_SUSPECTS = 3  # each is replayed twice in float64
 HOW = {"blocks": "depth", "time steps": "time"}
-EARLY = 3
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
     if flow < DIES or growth < DIES or fades:
         pushed = what_arrives_of_a_push(evidence, chain.slots[0], chain.slots[-1])
         # what begins late is what training did to it: steps that were too long, units that died
-        in_training = chain.kind != "blocks" or not flow < 1e-10 or evidence.step > EARLY
+        in_training = chain.kind != "blocks" or not flow < LOST or evidence.step > EARLY
         gain = min(x for x in (growth, flow) if x == x) ** (1 / steps)
         return confirmed(
             f"vanishing-signal/{how}",
@@ -398,7 +397,7 @@ def only_the_end_is_used(evidence: Evidence, output: int, times: int, axis: int)
         return True
     axis = axis_of_time(found, times, axis)
     sizes = found.double().square().sum(dim=[dim for dim in range(found.dim()) if dim != axis])
-    return bool(sizes[: len(sizes) // 2].sum() <= 1e-12 * sizes.sum())
+    return bool(sizes[: len(sizes) // 2].sum() <= 1e-12 * sizes.sum())  # of squares: what rounding leaves
 
 
 def last_output(evidence: Evidence, call: ModuleCall, inputs: Tensor, axis: int) -> Tensor:

@@ -10,12 +10,15 @@ from gradproof.experiments.evidence import Evidence, Verdict, confirmed, exclude
 from gradproof.experiments.instruments.weights import take_apart
 from gradproof.experiments.nonfinite import place_of
 
-SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)
-SHORTER = (1e-3, 1e-5)
-FAR = (10.0, 100.0, 1000.0)
-HORIZON = (
-    10_000  # steps: a training that would lose half of its loss in so many is under way, be its rate low
-)
+SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)  # of the step: from its slope to whether it should go on
+SHORTER = (1e-3, 1e-5)  # where the loss has risen: a hundredth of a monstrous step is too long, too
+TENFOLD, HUNDREDFOLD, THOUSANDFOLD = FAR = (10.0, 100.0, 1000.0)  # as people raise a rate: tenfold at a time
+# steps: a training that would lose half of its loss in so many is under way, be its rate low
+HORIZON = 10_000
+SMALL = 1e-3  # of a loss: a step that takes off more is not too short
+PAYS = 1e-4  # of a loss, a hundred steps further on: ten times what is NOTICED
+LINE = 5  # times as far down at ten times the step: half of what a line would fall
+HARDLY_FALLEN = 0.8  # of the first losses is left: less, and a rate at which nothing bends may be right
 RUGGED = 0.1  # of all that the loss does along the step, within a hundred-thousandth of it: no length is short enough
 NOTICED = 1e-5  # of a loss: less may be rounding in float32
 
@@ -36,7 +39,7 @@ class Probe:
     @property
     def overshoots(self) -> bool:
         """Downhill at first, however short, and up again, above the start, at the end."""
-        least = min(self.losses[share] for share in self.losses if share <= 0.01)
+        least = min(self.losses[share] for share in self.losses if share <= SHARES[0])
         return self.rises and not self.rugged and least < self.start - NOTICED * abs(self.start)
 
     @property
@@ -76,7 +79,7 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         )
         return
     probe = Probe(evidence.step, start, {share: evidence.loss_at(evidence.moved(share)) for share in SHARES})
-    if probe.rises:  # a hundredth of a monstrous step is too long, too
+    if probe.rises:
         probe.losses.update({share: evidence.loss_at(evidence.moved(share)) for share in SHORTER})
     probes: list[Probe] = evidence.memory.setdefault("line probes", [])
     probes.append(probe)
@@ -112,7 +115,7 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
             "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
         )
     straight: list[float] = evidence.memory.setdefault("straight probes", [])
-    if 0 <= start - probe.losses[1.0] < 1e-3 * abs(start):
+    if 0 <= start - probe.losses[1.0] < SMALL * abs(start):
         losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR}
         straight.append(straight_until(start, losses))
         yield from is_far_better(evidence, start, losses)
@@ -150,21 +153,21 @@ def say_rate(factor: float, rate: float) -> str:
 def straight_until(start: float, losses: dict[float, float]) -> float:
     """How many times the step can be followed while the loss falls as a line does, and to no impossible value."""
     falls = [start - losses[share] for share in FAR]
-    if not (losses[100.0] >= 0 and 0 < 5 * falls[0] < falls[1]):
+    if not (losses[HUNDREDFOLD] >= 0 and 0 < LINE * falls[0] < falls[1]):
         return 0.0
-    return 1000.0 if losses[1000.0] >= 0 and 5 * falls[1] < falls[2] else 100.0
+    return THOUSANDFOLD if losses[THOUSANDFOLD] >= 0 and LINE * falls[1] < falls[2] else HUNDREDFOLD
 
 
 def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) -> Iterator[Verdict]:
     """Whether the same direction, followed much further, keeps paying."""
-    if losses[100.0] < start - 1e-4 * abs(start) and losses[100.0] < losses[10.0]:
+    if losses[HUNDREDFOLD] < start - PAYS * abs(start) and losses[HUNDREDFOLD] < losses[TENFOLD]:
         lr = largest_lr(evidence)
         text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
         line = f"the loss along the step, followed further: {start:.4g} at 0, {text}"
         best = min(FAR, key=lambda share: losses[share])
         fix = f"raise the learning rate tenfold at a time: {say_rate(10, lr)}, then further"
         numbers = {"lr_factor": min(best / 3, 100.0)}
-        under_way = (start - losses[10.0]) / 10.0 * HORIZON > 0.5 * abs(start)
+        under_way = (start - losses[TENFOLD]) / TENFOLD * HORIZON > 0.5 * abs(start)
         yield confirmed(
             "lr-too-low/tiny-steps",
             line,
@@ -188,7 +191,7 @@ def crawls_everywhere(evidence: Evidence) -> bool:
     if len(straight) < 4 or len(losses) < 20 or not sum(losses[:5]) > 0:
         return False
     left = sum(losses[-5:]) / sum(losses[:5])
-    return min(straight) >= (100.0 if left > 0.8 else 1000.0) and left > 0.5
+    return min(straight) >= (HUNDREDFOLD if left > HARDLY_FALLEN else THOUSANDFOLD) and left > 0.5
 
 
 def take_turns(evidence: Evidence) -> bool:

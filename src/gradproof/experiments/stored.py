@@ -26,7 +26,7 @@ def are_data_kept_as_they_were(evidence: Evidence) -> Iterator[Verdict]:
 FEWEST = 8  # rows of a batch
 ENOUGH = 4  # batches
 LONG = 5  # rows in a run, at least, where not all rows are the same
-COLUMNS = 4096
+COLUMNS = 4096  # of a row, spread over it: rows that agree in them are one
 REPEATS = ("repeat", "tile", "expand", "full", "ones", "zeros", "broadcast")
 
 

@@ -51,9 +51,8 @@ class Question:
     name: str
     module: str
     sentence: str
-    decides: tuple[
-        str, ...
-    ]  # of each family what its verdicts say: "family: what what"; "family" for all of it
+    # of each family what its verdicts say: "family: what what"; "family" for all of it
+    decides: tuple[str, ...]
     cost: str
     steps: int = 1  # taped steps that it wants to see; EVERY: all of them
     needs: tuple[str, ...] = ()

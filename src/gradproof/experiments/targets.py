@@ -24,13 +24,11 @@ WALKED = 8  # operations are walked over, to find what a comparison is made from
 WINDOW = 4  # numbers of a series
 FEWEST_VIEWS = 8  # of a batch
 PAIRED = 0.9  # of the views: but for a few that augmentation has carried away
-BESIDE = (
-    "mul",
-    "sub",
-    "xlogy",
-    "mse_loss",
-    "kl_div",
-)  # what a divergence, or a difference of scores, is made of
+STRANGERS, ALIKE = 2.5, 5  # deviations from chance: less may well be chance, more cannot be
+NOTHING = 0.03  # of the targets explained: a network that guesses comes to 0, give or take a batch
+CERTAIN = 0.1  # entropy of labels that are nearly all one: there is nothing to explain
+# what a divergence, or a difference of scores, is made of
+BESIDE = ("mul", "sub", "xlogy", "mse_loss", "kl_div")
 LATE = 100  # steps after which a network that can learn has learned something
 
 
@@ -235,9 +233,8 @@ def do_two_targets_agree(evidence: Evidence) -> Iterator[Verdict]:
     for comparison in (c for c in flow.comparisons if c.kind == "class"):
         shape = flow.tape.slots[comparison.prediction].shape
         stored = stored_beside(flow, shape) if len(shape) == 2 else []
-        for slot in [s for s in stored if not is_computed(evidence, s)][
-            :1
-        ]:  # a network may still have to learn
+        # what a network computes may still have to be learned
+        for slot in [s for s in stored if not is_computed(evidence, s)][:1]:
             found = flow.values([comparison.target, slot])
             if len(found) < 2:
                 continue
@@ -251,9 +248,9 @@ def do_two_targets_agree(evidence: Evidence) -> Iterator[Verdict]:
             share = float((labels == others).double().mean())
             z = (share - chance) / math.sqrt(max(chance * (1 - chance), 1e-9) / len(labels))
             said = f"labels and stored targets of one prediction agree in {100 * share:.0f} % of {len(labels)} rows"
-            if z > 5:
+            if z > ALIKE:
                 yield excluded(f"{FAMILY}/two-targets", said)
-            elif z < 2.5 and len(labels) >= 100 and chance < 0.5:
+            elif z < STRANGERS and len(labels) >= 100 and chance < 0.5:
                 yield confirmed(
                     f"{FAMILY}/two-targets",
                     f"{said}, by chance {100 * chance:.0f} %: they are those of other samples",
@@ -304,11 +301,11 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
         return
     share, chance, z = agreement(torch.cat(kept["x"]), torch.cat(kept["y"]), comparison.kind != "value")
     text = f"nearest neighbours agree in {100 * share:.0f} % of {kept['count']} samples, by chance {100 * chance:.0f} %"
-    if z > 5:
+    if z > ALIKE:
         yield excluded(f"{FAMILY}/targets-independent-of-inputs", text)
-    elif z < 2.5 and evidence.step >= LATE and kept["count"] >= 100:
+    elif z < STRANGERS and evidence.step >= LATE and kept["count"] >= 100:
         learned = share_learned(evidence, comparison)
-        if learned is not None and learned < 0.03:
+        if learned is not None and learned < NOTHING:
             yield confirmed(
                 f"{FAMILY}/targets-independent-of-inputs",
                 text,
@@ -384,7 +381,7 @@ def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
         shares = counts.double() / counts.sum()
         entropy = float(-(shares * shares.log()).sum())
         loss = float(-log_probs.gather(1, target.reshape(-1, 1).clamp(min=0)).mean())
-        return 1 - loss / entropy if entropy > 0.1 else None
+        return 1 - loss / entropy if entropy > CERTAIN else None
     if "with_logits" in comparison.operation.name:
         prediction = prediction.sigmoid()
     variance = float(target.double().var())

@@ -28,6 +28,8 @@ def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
 
 FAMILY = "loss-scale-or-sign"
 OPPOSITE = -0.99  # cosine of the gradient and the direction away from the target
+ALL_ALIKE = 0.999  # the least of the gradient of a mean, against its largest: but for rounding they are one
+ALONG = 0.9  # cosine of gradient and weights: a term beside it, such as an entropy's, turns it a little
 
 
 def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
@@ -71,7 +73,7 @@ def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
         if gradient is None or gradient.numel() < 2 or policies or is_drawn(flow, op):
             continue
         up = -1.0 if op.makes[0] in climbs else 1.0
-        if float((up * gradient).min()) > 0.999 * float(gradient.abs().max()) > 0:
+        if float((up * gradient).min()) > ALL_ALIKE * float(gradient.abs().max()) > 0:
             found = wrong_way(op, "log-probability away from the right class", -1.0, bool(raised))
             yield maximized(found, climbs, op.makes[0], by_hand)
             return
@@ -81,7 +83,7 @@ def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
         up = (-1.0 if made in climbs else 1.0) * (-1.0 if is_turned(flow, weight) else 1.0)
         cosine = _cosine(up * gradient, weights) if gradient is not None and weights is not None else None
         wanted = is_it_wanted(op.line)
-        if cosine is not None and cosine > 0.9 and wanted is not False:
+        if cosine is not None and cosine > ALONG and wanted is not False:
             found = confirmed(
                 f"{FAMILY}/policy-sign",
                 "the gradient lowers the log-probability of what was done in proportion to the weight it is given "
@@ -429,7 +431,7 @@ def is_logarithm(logs: Tensor, p: Tensor) -> bool:
     if p.dim() < 1 or p.shape[-1] < 2 or not bool((p >= 0).all()):
         return False
     p, logs = p.double(), logs.double()
-    some = p > 1e-6
+    some = p > 1e-6  # what is added or clamped before a logarithm changes that of less
     sums = p.sum(-1)
     whole = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
     return whole and torch.allclose(logs[some], p[some].log(), atol=1e-2)

@@ -13,11 +13,13 @@ from gradproof.tape.operations import Operation
 
 RECTIFIERS = ("relu", "relu_", "threshold", "threshold_")
 SQUASHERS = {"sigmoid": 1e-3, "sigmoid_": 1e-3, "tanh": 4e-3, "tanh_": 4e-3}  # y(1−y) and 1−y² below this
+UNCHANGED = ("view", "_unsafe_view", "squeeze", "unsqueeze", "reshape", "alias")
 LIMITS = ("clamp", "clamp_", "hardtanh", "hardtanh_", "clamp_min", "clamp_max")
 MANY = 0.3  # of the predictions
 MOSTLY = 0.9  # of the units of a layer
 FEWEST = 8  # values of a unit in a batch, to call it dead
-MOST_OPERATIONS = 200
+MOST_OPERATIONS = 200  # whose values are held at once: the first layers of a very deep model
+OFF = 0.05  # of the targets' deviation: a prediction that is nearer is where it should be
 
 
 def do_units_respond(evidence: Evidence) -> Iterator[Verdict]:
@@ -112,7 +114,7 @@ def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
             at_limit = torch.zeros_like(made, dtype=torch.bool)
             for limit in (low, high):
                 at_limit |= made == limit if limit is not None else False
-            off = (made - wished).abs() > 0.05 * wished.std()
+            off = (made - wished).abs() > OFF * wished.std()
             share = float((at_limit & off).float().mean())
             shares.append(share)
             if share >= MANY:
@@ -142,14 +144,7 @@ def comes_from(evidence: Evidence, slot: int, origin: int) -> bool:
     """Through views alone."""
     while slot != origin:
         maker = evidence.maker(slot)
-        if maker is None or maker.name not in (
-            "view",
-            "_unsafe_view",
-            "squeeze",
-            "unsqueeze",
-            "reshape",
-            "alias",
-        ):
+        if maker is None or maker.name not in UNCHANGED:
             return False
         slot = maker.reads[0]
     return True

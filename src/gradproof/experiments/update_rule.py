@@ -14,15 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, undecided
-from gradproof.experiments.instruments.rules import (
-    FEWEST,
-    FITS,
-    ROUNDING,
-    Rule,
-    adam_way,
-    fitted,
-    recognise,
-)
+from gradproof.experiments.instruments.rules import FEWEST, FITS, ROUNDING, Rule, adam_way, fitted, recognise
 from gradproof.experiments.instruments.update import Update, is_by_hand, line_of, read_update, shown
 from gradproof.tape.operations import Operation
 

@@ -11,6 +11,7 @@ from gradproof.experiments.evidence import Evidence
 from gradproof.tape.operations import Operation, Ref
 
 SAME = ("detach", "alias")  # p.detach() and p.data are the weight itself
+ROUNDED = 1e-6  # of a float32's digits: factors that add up to one
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Follower:
 
     @property
     def averages(self) -> bool:
-        return abs(self.keep + self.take - 1) < 1e-6  # of a float32's digits
+        return abs(self.keep + self.take - 1) < ROUNDED
 
     @property
     def is_the_weight(self) -> bool:
@@ -69,10 +70,9 @@ def find_followers(evidence: Evidence) -> Iterator[Follower]:
 def averages_itself(name: str, parts: list[tuple[int, float]]) -> bool:
     """In place, by factors that add up to one: w.mul_(0.9).add_(w, alpha=0.1). A decay is one factor alone."""
     (slow, keep), (weight, take) = parts
-    alpha = (
-        take if name == "lerp_" else take / keep if keep else 0.0
-    )  # of what it has been multiplied with already
-    return slow == weight and name.endswith("_") and 0 < keep < 1 and abs(keep + alpha - 1) < 1e-6
+    # of what it has been multiplied with already
+    alpha = take if name == "lerp_" else take / keep if keep else 0.0
+    return slow == weight and name.endswith("_") and 0 < keep < 1 and abs(keep + alpha - 1) < ROUNDED
 
 
 def single_operations(op: Operation) -> Iterator[tuple[str, int, int | None, float]]:

@@ -19,6 +19,7 @@ from gradproof.tape.replay import differentiate
 EXACT_UP_TO = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}  # all whole numbers
 TWINS = 50  # rows with the same number as another: below, that they agree may be chance
 NEIGHBOURS = 50  # numbers followed by the very next one of their format: what a variance between them takes
+NEXT = 1.01  # spacings: one, but for rounding, and far from the two of the number after the next
 SAME = 1e-4  # standard deviations of a feature: a hundred roundings of float32, nothing that is learned
 STRAYS = 0.01  # of the rows with a twin: as many may have been written later
 
@@ -68,7 +69,7 @@ def jumps(stored: Tensor, features: Tensor, format: torch.dtype) -> Jumps | None
     numbers, group, size = torch.unique(stored.double(), return_inverse=True, return_counts=True)
     twins, step = size[group] > 1, spacing(numbers, format)
     shared = size > 1
-    neighbours = (torch.diff(numbers) <= 1.01 * torch.maximum(step[1:], step[:-1])) & (
+    neighbours = (torch.diff(numbers) <= NEXT * torch.maximum(step[1:], step[:-1])) & (
         shared[1:] | shared[:-1]
     )
     columns = features.double().reshape(len(stored), -1)

@@ -19,12 +19,15 @@ from torch import Tensor
 FEWEST_SAMPLES = 12  # of fewer, strangers are alike by chance
 TIED = 0.5  # neighbours of a series or a picture
 APART = 0.35  # less, where one row has ended and another begins
+UNBROKEN = 0.8  # of what neighbours inside of rows know: where a row has really ended, it is little
+VARIES = 1e-6  # of the largest deviation: below, what varies is rounding
 CHANNELS, SIDE = 4, 8  # of a picture: at most so many colours, at least so many pixels
 KNOWN = 20.0  # standard errors of a correlation: one of a picture stands for many that are alike
 FAR = 3.0  # times what pixels know of those that are said to be below them
 MOST_NUMBERS = 1 << 22  # of a batch: enough of its samples are taken
-SHUFFLES = 16
+SHUFFLES = 16  # to know a mean and, roughly, a deviation: SURE leaves room
 SURE = 5.0  # standard deviations of what shuffled tokens know of each other
+GOES_ON = 2.5  # deviations of one row that is shuffled: six chances in a thousand, on top of what SURE asks
 BITS = 0.25  # letters of a text know 1.3 of the next one, words more
 TIMES = 3.0  # more than along the row that the network reads
 FEWEST_PAIRS = 200  # of tokens
@@ -35,7 +38,7 @@ def ties(batch: Tensor, lag: int) -> Tensor:
     flat = batch.reshape(len(batch), -1).double()
     flat = flat - flat.mean(0)
     size = flat.square().mean(0).sqrt()
-    flat = flat / size.where(size > 1e-6 * size.max().clamp(min=1e-30), torch.nan)
+    flat = flat / size.where(size > VARIES * size.max().clamp(min=1e-30), torch.nan)
     return (flat[:, lag:] * flat[:, :-lag]).mean(0)
 
 
@@ -59,9 +62,8 @@ def _viewed_picture(batch: Tensor) -> tuple[tuple[int, ...], float, float] | Non
     if batch.dim() != 4 or not 2 <= batch.shape[1] <= CHANNELS or min(batch.shape[2:]) < SIDE:
         return None
     channels, height, width = batch.shape[1:]
-    beside, below, viewed = (
-        _known_at(batch, lag) for lag in (channels, width * channels, width)
-    )  # as they lay, twice; and below, as they lie
+    # as they lay, twice; and below, as they lie
+    beside, below, viewed = (_known_at(batch, lag) for lag in (channels, width * channels, width))
     error = 1 / math.sqrt(len(batch) * channels * height * width)
     if min(beside, below) > max(KNOWN * error, FAR * abs(viewed)):
         return (height, width, channels), min(beside, below), viewed
@@ -109,8 +111,7 @@ def _compare(
     if min(len(inside), len(over), len(at)) == 0:
         return None
     within, over_ends, at_breaks = (float(part.mean()) for part in (inside, over, at))
-    # where a row has really ended, its last number knows little of the next one
-    if within >= TIED and over_ends >= max(TIED, 0.8 * within) and at_breaks <= over_ends - APART:
+    if within >= TIED and over_ends >= max(TIED, UNBROKEN * within) and at_breaks <= over_ends - APART:
         return over_ends, at_breaks
     return None
 
@@ -177,4 +178,4 @@ def _goes_on(tokens: Tensor) -> bool:
     others = torch.tensor(
         [likeness(last, first[torch.randperm(len(first), generator=generator)]) for _ in range(64)]
     )
-    return likeness(last, first) > float(others.mean()) + 2.5 * float(others.std())
+    return likeness(last, first) > float(others.mean()) + GOES_ON * float(others.std())

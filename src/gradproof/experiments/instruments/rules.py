@@ -17,9 +17,10 @@ from gradproof.numerics.adam import adam_direction
 FITS = 5e-3  # of the size of the changes: what rounding, and an ε that was not tried, may leave
 FEWEST = 4  # updates, below which rules cannot be told apart
 ROUNDING = 2.0**-22  # of a weight: what a change of it is rounded to in float32
-FIRST = (0.9, 0.8, 0.85, 0.95, 0.99, 0.5)
-SECOND = (0.999, 0.99, 0.95, 0.9, 0.98, 0.995, 0.9999)
-EPSILONS = (1e-8, 1e-6, 1e-5)
+LEAST = 0.05  # of a momentum: what is fitted to plain steps may be as much by chance
+# what people write: β1 and β2 cannot be fitted by least squares, so that each is tried
+FIRST, SECOND = (0.9, 0.8, 0.85, 0.95, 0.99, 0.5), (0.999, 0.99, 0.95, 0.9, 0.98, 0.995, 0.9999)
+EPSILONS = (1e-8, 1e-6, 1e-5)  # the same; what another one changes, FITS allows for
 # the plainest first: what a plainer rule explains needs no other
 ORDER = ("SGD", "sign", "momentum", "Nesterov", "RMSProp", "Adam", "AdamW")
 
@@ -62,7 +63,7 @@ def directions(gradients: np.ndarray, changes: np.ndarray) -> Iterator[tuple[Rul
     # Δ = μ Δ before - rate · g: μ is fitted, too
     columns = np.stack([changes[:-1].ravel(), gradients[1:].ravel()], axis=1)
     (keep, _), *_ = np.linalg.lstsq(columns, changes[1:].ravel(), rcond=None)
-    if 0.05 < keep < 1:
+    if LEAST < keep < 1:
         sums, settings = averages(gradients, keep) / (1 - keep), (("μ", round(float(keep), 3)),)
         yield Rule("momentum", settings), sums
         yield Rule("Nesterov", settings), gradients + keep * sums

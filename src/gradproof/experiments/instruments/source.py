@@ -184,9 +184,8 @@ class Source:
                 if given is not None:
                     self.follow(given, self.scope_of(call), call.lineno, part, found, depth + 1)
                     return
-            if (
-                name not in names
-            ):  # from around the function, as it was when the function was last called there
+            # from around the function, as it was when the function was last called there
+            if name not in names:
                 outer = self.scope_of(scope)
                 called = [call.lineno for call in self._calls(scope) if self.scope_of(call) is outer]
                 self._follow_name(name, outer, max(called, default=10**9), part, found, depth + 1)

@@ -18,6 +18,7 @@ REDUCTION |= {"binary_cross_entropy_with_logits": 4}
 JOINS = {"stack", "cat"}
 SUMS = JOINS | {"add", "sub"}
 SCALES = {"mul", "div", "neg", "alias", "clone", "_to_copy", "view", "squeeze", "unsqueeze", "mean", "sum"}
+ROUNDED = 1e-3  # of a whole number that was inverted twice: what rounding leaves
 
 
 def pull(evidence: Evidence, slot: int) -> Tensor | None:
@@ -43,7 +44,7 @@ class Term:
         return abs(math.prod(self.factors)) / (math.prod(self.operand) if self.mean else 1)
 
     def is_averaged_over(self, batch: int) -> bool:
-        divided = any(f != 0 and abs(1 / f) >= batch and abs(1 / f) % batch < 1e-3 for f in self.factors)
+        divided = any(f != 0 and abs(1 / f) >= batch and abs(1 / f) % batch < ROUNDED for f in self.factors)
         return self.mean or divided
 
 
