@@ -6,6 +6,7 @@ from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
+from gradproof.experiments.instruments.weights import Term
 from gradproof.experiments.weighing import are_terms_weighed_alike
 
 SHARES = torch.tensor([0.8, 0.15, 0.05])
@@ -122,3 +123,11 @@ def test_a_divergence_that_drowns_a_comparison(kind, weigh):
     evidence = evidence_of(model, loss, step=1 if weigh == "early" else 316, optimizer=optimizer)
     found = confirmed_ids(are_terms_weighed_alike, evidence)
     assert found == (["loss-scale-or-sign/one-term-drowns"] if weigh == "drowned" else [])
+
+
+@pytest.mark.parametrize("batch", [8, 93, 99, 105, 1000])
+def test_a_sum_that_is_divided_by_the_batch_is_an_average_of_any_size(batch):
+    """1 / (1 / 93) is a little less than 93."""
+    term = lambda factor: Term(None, (batch, 3), False, [1.0, factor])  # noqa: E731
+    assert term(1 / batch).is_averaged_over(batch) and term(-1 / (4 * batch)).is_averaged_over(batch)
+    assert not any(term(f).is_averaged_over(batch) for f in (2 / batch, 1 / (batch + 1), 0.0, 1.0))

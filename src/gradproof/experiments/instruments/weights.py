@@ -44,8 +44,9 @@ class Term:
         return abs(math.prod(self.factors)) / (math.prod(self.operand) if self.mean else 1)
 
     def is_averaged_over(self, batch: int) -> bool:
-        divided = any(f != 0 and abs(1 / f) >= batch and abs(1 / f) % batch < ROUNDED for f in self.factors)
-        return self.mean or divided
+        """By its own mean, or divided by a multiple of the batch."""
+        times = [abs(1 / (f * batch)) for f in self.factors if f != 0]
+        return self.mean or any(round(n) >= 1 and abs(n - round(n)) * batch < ROUNDED for n in times)
 
 
 def take_apart(flow: Flow, root: int) -> list[Term]:
