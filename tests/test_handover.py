@@ -123,6 +123,23 @@ def test_a_brief_is_short_whatever_is_in_the_run(tmp_path, capsys):
     )
 
 
+def test_a_brief_tells_how_a_long_run_went_and_when_it_turned(tmp_path, capsys):
+    long = RunMaker(tmp_path / "long")
+    for step in range(1000):
+        bad = step >= 985
+        long.step(
+            step, loss=7.0 if bad else 0.5, lr=-1e-3 if bad else 1e-3, norm_before_clip=0.25, measured=False
+        )
+    assert main(["brief", str(long.end())]) == 0
+    course = capsys.readouterr().out.partition("## How it went")[2].partition("\n\n")[0].strip().splitlines()
+    assert course[3] == "- steps 300 to 599: loss 0.5 (0.5 to 0.5), lr 0.001, gradient 0.25"
+    assert course[-1] == "- steps 980 to 999: loss 7 (0.5 to 7), lr 0.001 to -0.001, gradient 0.25"
+    short = RunMaker(tmp_path / "short")
+    for step in range(20):
+        short.step(step, loss=0.5)
+    assert main(["brief", str(short.end())]) == 0 and "How it went" not in capsys.readouterr().out
+
+
 def test_the_page_for_agents_is_short_and_names_what_there_is(tmp_path, capsys):
     page = read_page()
     assert len(page.splitlines()) <= 60 and all(len(line) <= 140 for line in page.splitlines())

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from gradproof.ask.answer import cleaned
 from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
+from gradproof.diagnosis.series import tracks
 from gradproof.record.run import Run
 from gradproof.tape.label import find_specimens
 
 MOST = 5_200  # characters: less than 1,500 tokens
 LONGEST = 220
+SHARES = (
+    0.0,
+    0.01,
+    0.1,
+    0.3,
+    0.6,
+    0.8,
+    0.9,
+    0.95,
+    0.98,
+    1.0,
+)  # of a course: what comes last is looked at closely
+LEAST_COURSE = 200  # steps: of fewer, first, last and least say it
 LINE = re.compile(r"([\w./-]+\.py):(\d+)")
 
 
@@ -24,6 +39,7 @@ def write_brief(run: Run) -> str:
     sections = [
         ("What was run", list(what_was_run(run, found))),
         ("What is wrong", list(what_is_wrong(found))),
+        ("How it went", list(how_it_went(run))),
         ("Lines concerned", list(lines_concerned(run, found))),
         ("Not asked, or not answered", list(not_asked(run, found))),
         ("Ruled out", [f"{e.id or e.family}: {e.reason}" for e in found.excluded]),
@@ -65,9 +81,38 @@ def what_was_run(run: Run, found: Diagnosis) -> Iterator[str]:
             k: v for k, v in groups[0].items() if isinstance(v, (int, float)) and not isinstance(v, bool)
         }
         shown = ", ".join(f"{k} {v:g}" for k, v in list(settings.items())[:5])
-        yield f"{optimizer.get('class', 'optimizer')} ({shown}), {len(groups)} groups"
+        yield f"at first {optimizer.get('class', 'optimizer')} ({shown}), {len(groups)} groups"
     if found.stopped:
         yield found.stopped
+
+
+def how_it_went(run: Run) -> Iterator[str]:
+    """Loss, rate and gradient by parts of the run, of each optimizer: where it turned, and what turned with it."""
+    for track in list(tracks(run))[:2]:
+        ends = [round(share * len(track.rows)) for share in SHARES]
+        for first, last in pairwise(ends) if len(track.rows) >= LEAST_COURSE else ():
+            if last > first:
+                yield track.label + ": " * bool(track.label) + part_of_course(run, track.rows[first:last])
+
+
+def part_of_course(run: Run, rows: np.ndarray) -> str:
+    """`steps 900 to 950: loss 0.31 (0.28 to 0.44), lr 0.001, gradient 0.7`"""
+    text = f"steps {int(run.steps['step'][rows[0]])} to {int(run.steps['step'][rows[-1]])}"
+    losses = run.steps["loss"][rows[run.seen["loss"][rows]]]
+    finite = losses[np.isfinite(losses)]
+    if len(finite):
+        low, middle, high = np.percentile(finite, (5, 50, 95))
+        text += f": loss {middle:.4g} ({low:.4g} to {high:.4g})"
+    if len(finite) < len(losses):
+        text += f", {len(losses) - len(finite)} losses not finite"
+    rates = run.steps["lr"][rows]
+    if rates := [rate for rate in rates[[0, -1]].tolist() if np.isfinite(rate)]:
+        text += f", lr {' to '.join(dict.fromkeys(f'{rate:.3g}' for rate in rates))}"
+    norms = run.steps["norm_before_clip"][rows]
+    norms = norms if np.isfinite(norms).any() else run.steps["grad_norm"][rows]
+    if np.isfinite(norms).any():
+        text += f", gradient {np.nanmedian(norms[np.isfinite(norms)]):.3g}"
+    return text
 
 
 def what_is_wrong(found: Diagnosis) -> Iterator[str]:
