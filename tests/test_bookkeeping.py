@@ -252,7 +252,9 @@ SCHEDULES = {
     "warmup-never-ends": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1.0, s / 5000)),
     "multiplied": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 0.05 * min(1.0, (s + 1) / 10)),
     "cycles-too-fast": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 6),
+    "below-zero": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 - s / 40),
     "": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60),
+    "  ": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: 1 - s / 60 if s < 58 else -1e-17),
     " ": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1.0, (s + 1) / 20)),
 }
 

@@ -278,7 +278,7 @@ def clip_sets_the_step(run: Run) -> Iterator[Symptom]:
 
 
 def schedule(run: Run) -> Iterator[Symptom]:
-    """A learning rate that dies early, never arrives, or swings in the wrong unit.
+    """A learning rate that dies early, never arrives, goes below zero, or swings in the wrong unit.
 
     What a schedule was meant to do is not in the record: a training that goes well under it speaks for it.
     """
@@ -286,11 +286,11 @@ def schedule(run: Run) -> Iterator[Symptom]:
     well = trains_well(run)
     for track in tracks(run):
         lr = track.lr[np.isfinite(track.lr)]
-        if len(lr) < 20 or lr.max() <= 0 or np.ptp(lr) < 1e-3 * lr.max():
-            continue
-        number = int(np.nan_to_num(run.steps["optimizer"][track.rows[0]]))
-        base = bases[number] if number < len(bases) else None
-        found = died_early(run, track, lr) or swings(lr, well) or never_arrives(lr, base, well)
+        found = below_zero(track)
+        if found is None and len(lr) >= 20 and lr.max() > 0 and np.ptp(lr) >= 1e-3 * lr.max():
+            number = int(np.nan_to_num(run.steps["optimizer"][track.rows[0]]))
+            base = bases[number] if number < len(bases) else None
+            found = died_early(run, track, lr) or swings(lr, well) or never_arrives(lr, base, well)
         if found:
             name, id, level, text = found
             label = f"{track.label}: " if track.label else ""
@@ -321,6 +321,24 @@ def where_scheduled(run: Run, id: str) -> str | None:
     if id.endswith("/dies-early"):
         order = ("scheduler", "scheduler made", "lr set")
     return line_of(run, *order)
+
+
+def below_zero(track: Track) -> tuple[str, str, str, str] | None:
+    """PyTorch's optimizers take no rate below zero: only a schedule brings one about, and each such step climbs."""
+    down = np.flatnonzero(
+        track.lr < -1e-6 * np.nanmax(track.lr, initial=0.0)
+    )  # less is the rounding of a zero
+    if not len(down) or not (track.lr > 0).any():
+        return None
+    first, least = int(track.steps[down[0]]), float(track.lr[down].min())
+    text = f"the learning rate is below zero in {len(down)} steps, from step {first} on (down to {least:.2g}): each of "
+    text += "them goes up the gradient, not down"
+    before, then = (
+        part[np.isfinite(part)] for part in (track.loss[: down[0]][-len(down) :], track.loss[down])
+    )
+    if len(before) and len(then):
+        text += f"; the loss was {np.median(before):.4g} in as many steps before, and is {np.median(then):.4g} in these"
+    return "below-zero", "lr-schedule-error/below-zero", "problem", text
 
 
 def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, str] | None:

@@ -47,6 +47,10 @@ CAUSES = (
                 "multiplied",
                 "LambdaLR multiplies the optimizer's own learning rate: let its function return a factor, not the rate",
             ),
+            (
+                "below-zero",
+                "let the schedule end where training does, and stop at zero: max(0, ...) of what it computes",
+            ),
             ("cycles-too-fast", "give the period in the unit in which scheduler.step() is called"),
         ),
         raised_by=(
@@ -55,6 +59,7 @@ CAUSES = (
             "warmup-never-ends",
             "multiplied",
             "below-base",
+            "below-zero",
             "cycles-too-fast",
         ),
         intervention="constant_lr",
