@@ -1,9 +1,15 @@
 """Numbered files read in the order of their names as text, and in ways that are well."""
 
+import json
+import re
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+from gradproof.cli import main
 from gradproof.diagnosis.bookkeeping import files_as_text
 from gradproof.probes.files import Readings
 from gradproof.probes.watch import watch
@@ -62,3 +68,71 @@ def test_learning_by_heart_is_told_from_learning(tmp_path):
     assert run_with(tmp_path / "a", by_heart) == ["problem"]
     assert run_with(tmp_path / "b", np.linspace(1.6, 0.4, 200)) == ["note"]
     assert run_with(tmp_path / "c", by_heart, kinds=2) == []  # images and their masks
+
+
+SHARDS = """
+import numpy as np, torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+for shard in range(4):
+    rows = np.load(f"shard_{shard}.npy")
+    for row in rows:
+        optimizer.zero_grad()
+        row = torch.from_numpy(row)
+        (model(row[:, :3]) - row[:, 3:]).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_the_step_at_which_each_file_was_opened(tmp_path, monkeypatch, capsys):
+    """Of shards that are read one after the other: with the run, with each recorded step, and where the loss turns."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SHARDS)
+    draw = np.random.default_rng(0)
+    for shard in range(4):
+        rows = draw.normal(size=(100, 8, 4)).astype(np.float32)
+        rows[..., 3] = rows[..., 3] * 3 if shard == 3 else rows[..., :3].sum(-1)  # of the last, targets are noise
+        np.save(tmp_path / f"shard_{shard}.npy", rows)
+    words = "-m gradproof run --quiet --examine off --out run train.py"
+    subprocess.run([sys.executable, *words.split()], check=True, capture_output=True)
+    facts = open_run("run").info["facts"]
+    assert facts["opened"] == {f"shard_{shard}.npy": 100 * shard for shard in range(4)}
+    assert main(["ask", "run", "fed", "--step", "316", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    files = [row for row in answer["rows"] if row["what"].startswith("file ")]
+    assert files[0] == {"what": "file shard_3.npy", "opened_at_step": 300} and len(files) == 4
+    assert "The file opened last before it is shard_3.npy, at step 300." in answer["sentence"]
+    assert main(["brief", "run"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"the loss leaps at about step (29\d|30\d):", text), text
+    assert "shard_3.npy was first opened at step 300" in text
+
+
+def test_a_library_or_the_run_itself_is_no_data(tmp_path):
+    facts = {}
+    readings = Readings(facts, lambda: 7, "/runs/a")
+    for path in (
+        "/runs/a/steps.csv",
+        np.__file__,
+        f"{np.__path__[0]}/data.txt",
+        "/proc/self/stat",
+        "x.py",
+        "a.csv",
+    ):
+        readings.note(path)
+    assert facts["opened"] == facts["_opened"] == {"a.csv": 7}
+
+
+def test_of_many_files_the_last_are_kept():
+    facts, steps = {}, iter(range(10_000))
+    readings = Readings(facts, lambda: next(steps))
+    for number in range(1000):
+        readings.note(f"data/{number}.bin")
+    assert next(iter(facts["opened"])) == "data/600.bin" and list(facts["_opened"])[-1] == "data/999.bin"
+    readings.note("data/995.bin")
+    assert (
+        list(facts["_opened"].items())[-1] == ("data/995.bin", 1000)
+        and facts["opened"]["data/995.bin"] == 995
+    )

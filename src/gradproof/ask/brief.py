@@ -11,7 +11,7 @@ import numpy as np
 from gradproof.ask.answer import cleaned
 from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
-from gradproof.diagnosis.series import tracks
+from gradproof.diagnosis.series import tracks, turn
 from gradproof.record.run import Run
 from gradproof.tape.label import find_specimens
 
@@ -29,6 +29,7 @@ SHARES = (
     0.98,
     1.0,
 )  # of a course: what comes last is looked at closely
+NEAR = 3  # steps that a turn may be off by
 LEAST_COURSE = 200  # steps: of fewer, first, last and least say it
 LINE = re.compile(r"([\w./-]+\.py):(\d+)")
 
@@ -39,7 +40,7 @@ def write_brief(run: Run) -> str:
     sections = [
         ("What was run", list(what_was_run(run, found))),
         ("What is wrong", list(what_is_wrong(found))),
-        ("How it went", list(how_it_went(run))),
+        ("How it went", [*how_it_went(run), *where_it_turned(run)]),
         ("Lines concerned", list(lines_concerned(run, found))),
         ("Not asked, or not answered", list(not_asked(run, found))),
         ("Ruled out", [f"{e.id or e.family}: {e.reason}" for e in found.excluded]),
@@ -93,6 +94,21 @@ def how_it_went(run: Run) -> Iterator[str]:
         for first, last in pairwise(ends) if len(track.rows) >= LEAST_COURSE else ():
             if last > first:
                 yield track.label + ": " * bool(track.label) + part_of_course(run, track.rows[first:last])
+
+
+def where_it_turned(run: Run) -> Iterator[str]:
+    """The step at which the loss leaves its course, and the file that was opened last before it."""
+    opened = {file: int(step) for file, step in ((run.info.get("facts") or {}).get("opened") or {}).items()}
+    for track in list(tracks(run))[:2]:
+        found = turn(track.loss)
+        if found is None:
+            continue
+        step, how = int(track.steps[found.place]), "leaps" if found.leaps else "begins to rise"
+        label = f"{track.label}: " if track.label else ""
+        yield f"{label}the loss {how} at about step {step}: {found.before:.4g} before, {found.after:.4g} in the end"
+        before = [file for file, at in opened.items() if 0 < at <= step + NEAR]
+        for file in before[-2:]:
+            yield f"{file} was first opened at step {opened[file]}"
 
 
 def part_of_course(run: Run, rows: np.ndarray) -> str:

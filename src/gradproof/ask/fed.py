@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
-from gradproof.ask.samples import also_validated, by_source
+from gradproof.ask.samples import also_validated, by_source, last_opened
 from gradproof.ask.spots import Spot, describe, find_spots, place_of, values_of
 from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
@@ -37,9 +37,11 @@ def answer(asked: Asked) -> Answer:
     ]
     sources = by_source(evidence)
     rows += sources
+    opened = last_opened(evidence)
+    rows += opened
     rows += [{"what": "sampler", **plain_part(sampler)} for sampler in evidence.facts.samplers[:4]]
     first = rows[0]
-    repeated = sum(int(row.get("repeated_rows", 0)) for row in rows)
+    repeated = int(first.get("repeated_rows", 0))
     sentence = f"{len(inputs)} inputs and {len(targets)} targets; "
     sentence += f"{first['what']} is {first['shape']} of {first['dtype']}"
     sentence += (
@@ -50,6 +52,9 @@ def answer(asked: Asked) -> Answer:
         sentence += (
             f" They come from {', '.join(files[:3])}{f' and {len(files) - 3} more' if files[3:] else ''}."
         )
+    elif opened:
+        name, step = str(opened[0]["what"]).removeprefix("file "), opened[0]["opened_at_step"]
+        sentence += f" The file opened last before it is {name}, at step {step}."
     again = also_validated(evidence, [value for spot, value in values.items() if spot in inputs])
     if again:
         sentence += f" {again} samples that were validated on are in this batch."
@@ -62,7 +67,7 @@ def answer(asked: Asked) -> Answer:
         not_looked_at=(
             "other steps: ask again with --step",
             "data that the loop has not come to yet",
-            *(() if sources else ("files and splits: no DataLoader handed out this batch",)),
+            *(() if sources else ("rows and splits: no DataLoader handed out this batch",)),
         ),
         ask_next=("gradproof ask RUN do_batches_differ", "gradproof ask RUN tensor --of input"),
     )

@@ -53,6 +53,12 @@ def by_source(evidence: Evidence) -> list[Row]:
     return rows + [described(loader, used) for loader, used in last.values()]
 
 
+def last_opened(evidence: Evidence) -> list[Row]:
+    """The files that were opened last before this step ended, the newest first: of shards, the one it was read from."""
+    newest = list(evidence.facts.opened.items())[::-1]
+    return [{"what": f"file {name}", "opened_at_step": step} for name, step in newest]
+
+
 def described(loader: Fetched, used: bool) -> Row:
     return {
         "what": f"loader read at {loader.line or '?'}",

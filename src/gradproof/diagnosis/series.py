@@ -10,6 +10,8 @@ import numpy as np
 from gradproof.record.run import Run
 
 PIECE = 20_000  # values that are looked at together
+TURNED = 6.0  # times what neighbouring medians move by: of fifty of them, chance moves none so far
+HARDLY = 0.03  # of a loss: a rise by less is nobody's trouble
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,50 @@ def _running_means(values: np.ndarray, window: int) -> np.ndarray:
     unit = float(np.abs(values).max()) or 1.0  # so that no sum overflows
     sums = np.concatenate([[0.0], np.cumsum(values / unit)])
     return unit * (sums[window:] - sums[:-window]) / window
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where a curve that had fallen leaps or begins to rise, for good: a place, what it was before and is after."""
+
+    place: int
+    before: float
+    after: float
+    leaps: bool
+
+
+def turn(values: np.ndarray) -> Turn | None:
+    """The largest leap from one fiftieth of a curve to the next that its noise does not explain; or else its lowest
+    one, where the end is far above it.
+
+    >>> curve = np.concatenate([np.linspace(2, 1, 900), np.linspace(1.6, 1.7, 100)])
+    >>> turn(curve + np.tile([0.0, 0.1], 500)).place, turn(curve[:900])
+    (900, None)
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    size = max(20, len(known) // 50)
+    parts = values[known[: len(known) // size * size]].reshape(-1, size)
+    if len(parts) < 10:
+        return None
+    middles = np.median(parts, axis=1)
+    moves = np.diff(middles)
+    noise = 1.5 * float(np.median(np.abs(moves - np.median(moves)))) + 1e-12
+    if not middles[-1] - middles.min() > max(TURNED * noise, HARDLY * abs(middles.min())):
+        return None  # in the end it is where it had been before
+    over_two = middles[2:] - middles[:-2]  # a leap may fall into the middle of one
+    at, lowest = int(over_two.argmax()), int(middles.argmin())
+    if over_two[at] > TURNED * noise and at + 1 >= lowest:
+        place = at * size + split(parts[at : at + 3].ravel())
+        return Turn(int(known[place]), float(middles[at]), float(np.median(middles[at + 2 :])), True)
+    return Turn(int(known[lowest * size + size // 2]), float(middles[lowest]), float(middles[-1]), False)
+
+
+def split(values: np.ndarray) -> int:
+    """Where the means before and after lie farthest apart, for what chance moves them by."""
+    places = np.arange(2, len(values) - 1)
+    sums = np.cumsum(values)
+    before, after = sums[places - 1] / places, (sums[-1] - sums[places - 1]) / (len(values) - places)
+    return int(places[np.argmax(np.abs(after - before) * np.sqrt(places * (len(values) - places)))])
 
 
 def calls(run: Run, letter: str) -> np.ndarray:

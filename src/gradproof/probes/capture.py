@@ -114,6 +114,7 @@ def facts_of(
         },
         evaluated={line: list(rows) for line, (_, rows) in known.get("_evaluated", {}).items()},
         fetched=[dict(vars(fetched)) for fetched in known.get("_fetched", {}).values()],
+        opened=dict(known.get("_opened", {})),
         came_back=list(known.get("_came_back", ())),
         samplers=list(known.get("_samplers", ())),
         orders=list(known.get("_orders", ())),

@@ -1,4 +1,7 @@
-"""Hears in which order numbered files are read: sorted as text, img_10 comes before img_2.
+"""Hears which files are read, at which step, and in which order: sorted as text, img_10 comes before img_2.
+
+A training that reads its data from shards, one after the other, goes wrong at a shard: the last files that were opened
+go with every recorded step, and the step at which each was first opened with the run.
 
 Python tells its audit hooks of every file that is opened. Such a hook stays as long as the process; this one hands on
 to whoever listens at the moment.
@@ -15,12 +18,22 @@ from itertools import pairwise
 from typing import Any
 
 from gradproof.probes.guard import quietly
-from gradproof.probes.names import user_line
+from gradproof.probes.names import is_installed, user_line
 from gradproof.probes.session import Session
 
 FEWEST = 24  # files of one kind
 MOST_FILES = 400
 MOST_KINDS = 16
+MOST_OPENED = 400  # files whose step the run keeps; of more, the last
+LAST_OPENED = 8  # files that go with a recorded step
+CODE = (".py", ".pyc", ".so")
+NOT_DATA = (
+    "/proc/",
+    "/sys/",
+    "/dev/",
+    "/etc/",
+    *(f"{prefix}/lib" for prefix in (sys.prefix, sys.base_prefix)),
+)
 
 _listening: list[Readings] = []
 _installed = [False]
@@ -28,7 +41,7 @@ _installed = [False]
 
 def files_read(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
     """Notes the kinds of numbered files that are read in the order of their names as text."""
-    readings = Readings(session.facts)
+    readings = Readings(session.facts, lambda: session.step, str(session.writer.path.absolute()))
     _listening.append(readings)
     stack.callback(_listening.remove, readings)
     if not _installed[0]:
@@ -46,16 +59,24 @@ def _heard(event: str, details: tuple) -> None:
 
 
 class Readings:
-    """The names of numbered files as they were first read, by what they have in common."""
+    """Files as they were read: at which step, and those with a number by what their names have in common."""
 
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.facts = facts
+    def __init__(self, facts: dict[str, Any], step: Callable[[], int] = lambda: 0, own: str = "\0") -> None:
+        """`own` is where this run itself is written."""
+        self.facts, self._step, self._own = facts, step, own
+        self.first: dict[str, int] = facts.setdefault(
+            "opened", {}
+        )  # file -> step at which it was first opened
+        self.last: dict[str, int] = facts.setdefault("_opened", {})  # and last, the newest at the end
         self.names: dict[tuple[str, str, str], dict[str, None]] = {}  # kind -> numbers as they are written
 
     def note(self, path: str) -> None:
+        if path.endswith(CODE) or path.startswith((*NOT_DATA, self._own)) or is_installed(path):
+            return
+        self.remember(path)
         directory, name = os.path.split(path)
         match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
-        if match is None or match[3] in (".py", ".pyc", ".so"):
+        if match is None:
             return
         kind = (directory, match[1], match[3])
         if kind not in self.names and len(self.names) >= MOST_KINDS:
@@ -66,6 +87,16 @@ class Readings:
         numbers[match[2]] = None
         if len(numbers) % FEWEST == 0:
             self.judge(kind, list(numbers))
+
+    def remember(self, path: str) -> None:
+        step = self._step()
+        self.last.pop(path, None)
+        self.last[path] = step
+        if len(self.last) > LAST_OPENED:
+            del self.last[next(iter(self.last))]
+        self.first.setdefault(path, step)
+        if len(self.first) > MOST_OPENED:
+            del self.first[next(iter(self.first))]
 
     def judge(self, kind: tuple[str, str, str], numbers: list[str]) -> None:
         found: dict[str, Any] = self.facts.setdefault("files", {})

@@ -192,6 +192,7 @@ FACTS: dict[str, Shape] = {
         )
     ),
     "files": map_of(record({"count": whole, "line": name, "names": list_of(name, fewest=2)})),
+    "opened": map_of(whole),
     "rows": map_of(
         record(
             {

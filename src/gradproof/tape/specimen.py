@@ -58,6 +58,7 @@ class Facts:
     frozen_by_default: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluated: dict[str, list[Tensor]] = field(default_factory=dict)  # line -> samples given in eval mode
     fetched: list[dict[str, Any]] = field(default_factory=list)  # what each loader handed out last
+    opened: dict[str, int] = field(default_factory=dict)  # the last files that were read -> the step before
     came_back: list[Any] = field(default_factory=list)  # (then, now) of samples that were read twice
     samplers: list[dict[str, Any]] = field(default_factory=list)
     orders: list[dict[str, Any]] = field(default_factory=list)
