@@ -93,7 +93,9 @@ def test_the_step_at_which_each_file_was_opened(tmp_path, monkeypatch, capsys):
     draw = np.random.default_rng(0)
     for shard in range(4):
         rows = draw.normal(size=(100, 8, 4)).astype(np.float32)
-        rows[..., 3] = rows[..., 3] * 3 if shard == 3 else rows[..., :3].sum(-1)  # of the last, targets are noise
+        rows[..., 3] = (
+            rows[..., 3] * 3 if shard == 3 else rows[..., :3].sum(-1)
+        )  # of the last, targets are noise
         np.save(tmp_path / f"shard_{shard}.npy", rows)
     words = "-m gradproof run --quiet --examine off --out run train.py"
     subprocess.run([sys.executable, *words.split()], check=True, capture_output=True)

@@ -32,6 +32,7 @@ from gradproof.diagnosis.ranks import ranks_out_of_step
 from gradproof.diagnosis.returns import average_stays, weights_put_back
 from gradproof.diagnosis.said import libraries_said
 from gradproof.diagnosis.series import tracks
+from gradproof.diagnosis.shards import leaps_at_a_file
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
 
@@ -371,6 +372,7 @@ SYMPTOMS = (
     loss_hardly_falling,
     loss_oscillating,
     loss_spike,
+    leaps_at_a_file,
     gradient_flow,
     dead_units,
     update_ratio,

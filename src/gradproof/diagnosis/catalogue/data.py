@@ -35,11 +35,17 @@ CAUSES = (
                 "shuffle, or by the number of the sample",
             ),
             (
+                "from-a-file-on",
+                "hold this file against the one before it: units, ranges, classes, and whether labels belong to their "
+                "rows (`gradproof ask RUN fed --step N` shows a batch of each); or shuffle over files, if they are to "
+                "differ",
+            ),
+            (
                 "targets-independent-of-inputs",
                 "check that inputs and targets are shuffled together, and print a batch side by side",
             ),
         ),
-        raised_by=("pairs_change", "files_as_text", "loss_not_improving"),
+        raised_by=("pairs_change", "files_as_text", "leaps_at_a_file", "loss_not_improving"),
         of_structure=True,
     ),
     Cause(

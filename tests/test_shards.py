@@ -1,0 +1,65 @@
+"""A loss that leaps where a data file begins, and leaps and files that have nothing to do with each other."""
+
+import numpy as np
+import pytest
+
+from gradproof.diagnosis.ranking import diagnose
+from gradproof.diagnosis.shards import leaps_at_a_file
+from gradproof.record.run import open_run
+from gradproof.record.writer import RunWriter
+
+STEPS = 2000
+BAD = 1600  # where the ninth of ten shards begins
+
+
+def curve(leaps):
+    """Falls with noise, and goes up by so much at each of some steps."""
+    loss = 1 + np.exp(-np.arange(STEPS) / 250) + 0.1 * np.random.default_rng(0).normal(size=STEPS)
+    for step, rise in leaps.items():
+        loss[step:] += rise
+    return loss
+
+
+def run_with(path, loss, opened):
+    writer = RunWriter(path, {"facts": {"opened": opened}, "optimizers": [{"class": "Adam"}]})
+    for step, value in enumerate(loss):
+        writer.write_step({"step": step, "loss": float(value), "order": "zbs", "lr": 0.1, "optimizer": 0})
+    writer.set_info(ended=1.0, exit_code=0)
+    writer.close()
+    return open_run(path)
+
+
+SHARDS = {f"data/part-{n:03}.npy": 200 * n for n in range(10)}
+PLANTED = {
+    "a shard": (curve({BAD: 0.6}), SHARDS),
+    "beside a second kind of file": (curve({BAD: 0.6}), {**SHARDS, "val.npy": 0, "vocabulary.json": 0}),
+    "late by two steps, of a loader that reads ahead": (curve({BAD + 2: 0.6}), SHARDS),
+}
+HEALTHY = {
+    "no leap": (curve({}), SHARDS),
+    "a leap in the middle of a file": (curve({1500: 0.6}), SHARDS),
+    "every file makes it leap": (curve({200 * n: 0.4 for n in range(4, 10)}), SHARDS),
+    "a file at every step": (curve({BAD: 0.6}), {f"img_{n}.png": n for n in range(1400, 1800)}),
+    "two files": (curve({BAD: 0.6}), {"train-1.npy": 0, "train-2.npy": BAD}),
+    "a leap that is made good": (curve({BAD: 0.6, BAD + 100: -0.6}), SHARDS),
+    "a NaN": (np.where(np.arange(STEPS) >= BAD, np.nan, curve({})), SHARDS),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_file_at_which_the_loss_leaps_is_named(tmp_path, what):
+    (found,) = leaps_at_a_file(run_with(tmp_path / "run", *PLANTED[what]))
+    assert found.where == "data/part-008.npy" and abs(found.step - BAD) <= 3
+    assert "part-008.npy was opened (step 1600); at the 8 other files like it, it does not" in found.evidence
+
+
+@pytest.mark.parametrize("what", HEALTHY)
+def test_a_leap_or_a_file_alone_is_not(tmp_path, what):
+    assert not list(leaps_at_a_file(run_with(tmp_path / "run", *HEALTHY[what])))
+
+
+def test_it_is_said_with_what_to_do(tmp_path):
+    run_with(tmp_path / "run", *PLANTED["a shard"])
+    (found,) = [c for c in diagnose(tmp_path / "run").causes if c.family == "data-target-misaligned"]
+    assert found.id.endswith("/from-a-file-on") and found.level == "warning" and "part-008" in found.where
+    assert "hold this file against the one before it" in found.fix
