@@ -1,4 +1,4 @@
-"""Does what ought to follow the weights follow them? Averages of the weights, target networks, and tied weights."""
+"""Does what ought to follow follow? Averages of the weights and of their gradients, target networks, tied weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
 from gradproof.experiments.instruments.averages import Follower, find_followers
+from gradproof.experiments.moments import impossible_moments
 from gradproof.experiments.nonfinite import place_of
 
 FAMILY = "weights-state-error"
@@ -26,6 +27,7 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
     note_decay(evidence, averages)
     yield from first_of(
         (
+            impossible_moments(evidence),
             average_of_itself([each for each in followers if each.is_the_weight]),
             thrown_away(evidence, averages),
             wrong_size(evidence, found),

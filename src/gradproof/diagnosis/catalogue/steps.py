@@ -254,6 +254,11 @@ CAUSES = (
                 "put the trained weights back after the average has been evaluated (keep a copy, restore it), or "
                 "evaluate a copy of the model that holds the average",
             ),
+            (
+                "impossible-moments",
+                "go on from a checkpoint before this step, or clear the optimizer's state; then find who wrote it: "
+                "compiled code in this process, the machine's memory, or how the state was saved and put together",
+            ),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
             (
