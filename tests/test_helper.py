@@ -14,6 +14,7 @@ import pytest
 
 from gradproof.children import is_alive
 from gradproof.diagnosis.ranking import diagnose
+from gradproof.examination import process
 
 pytestmark = [pytest.mark.helper, pytest.mark.timeout(240)]
 SOURCE = str(Path(__file__).parent.parent / "src")
@@ -354,3 +355,17 @@ def rounds(tmp_path, count, seed):
 def test_killed_at_random_moments(tmp_path):
     """ROUNDS=50 is what the promise was held to; it takes seven minutes."""
     rounds(tmp_path, int(os.environ.get("ROUNDS", "12")), seed=1)
+
+
+def test_time_that_a_worker_had_no_core_is_not_held_against_it(monkeypatch):
+    """Of low priority on a busy machine, it may wait for most of the time that it is given."""
+    began = time.monotonic()
+    monkeypatch.setattr(process, "waited_for_a_core", lambda pid: min(1.5, time.monotonic() - began))
+    worker = process.WorkerProcess()
+    worker._process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with pytest.raises(process.WorkerLost, match=r"no answer within 1 s"):
+        worker.ask(1.0, what="ask")
+    assert 2.2 < time.monotonic() - began < 20
+    assert process.waited_for_a_core(os.getpid()) >= 0

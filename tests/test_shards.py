@@ -63,3 +63,17 @@ def test_it_is_said_with_what_to_do(tmp_path):
     (found,) = [c for c in diagnose(tmp_path / "run").causes if c.family == "data-target-misaligned"]
     assert found.id.endswith("/from-a-file-on") and found.level == "warning" and "part-008" in found.where
     assert "hold this file against the one before it" in found.fix
+
+
+@pytest.mark.parametrize("what, said", [("a leap in the middle of a file", True), ("no leap", False)])
+def test_nobody_whose_loss_has_turned_is_told_that_all_is_well(tmp_path, what, said):
+    run_with(tmp_path / "run", *HEALTHY[what])
+    found = diagnose(tmp_path / "run")
+    assert found.conclusion.startswith("The loss leaps at about step 1") == said
+    assert ("why was not found" in found.conclusion) == said and bool(found.turned) == said
+
+
+def test_a_loss_that_creeps_up_has_turned_too(tmp_path):
+    rise = np.maximum(0, np.arange(STEPS) - 1200) / 800
+    found = diagnose(run_with(tmp_path / "run", curve({}) + 0.5 * rise, SHARDS).path)
+    assert "was least at about step " in found.conclusion

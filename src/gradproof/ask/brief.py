@@ -9,9 +9,10 @@ from itertools import pairwise
 import numpy as np
 
 from gradproof.ask.answer import cleaned
+from gradproof.diagnosis.curves import loss_turned
 from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
-from gradproof.diagnosis.series import tracks, turn
+from gradproof.diagnosis.series import tracks
 from gradproof.record.run import Run
 from gradproof.tape.label import find_specimens
 
@@ -89,7 +90,7 @@ def what_was_run(run: Run, found: Diagnosis) -> Iterator[str]:
 
 def how_it_went(run: Run) -> Iterator[str]:
     """Loss, rate and gradient by parts of the run, of each optimizer: where it turned, and what turned with it."""
-    for track in list(tracks(run))[:2]:
+    for track in [track for track in tracks(run) if np.isfinite(track.loss).any()][:2]:
         ends = [round(share * len(track.rows)) for share in SHARES]
         for first, last in pairwise(ends) if len(track.rows) >= LEAST_COURSE else ():
             if last > first:
@@ -99,14 +100,9 @@ def how_it_went(run: Run) -> Iterator[str]:
 def where_it_turned(run: Run) -> Iterator[str]:
     """The step at which the loss leaves its course, and the file that was opened last before it."""
     opened = {file: int(step) for file, step in ((run.info.get("facts") or {}).get("opened") or {}).items()}
-    for track in list(tracks(run))[:2]:
-        found = turn(track.loss)
-        if found is None:
-            continue
-        step, how = int(track.steps[found.place]), "leaps" if found.leaps else "begins to rise"
-        label = f"{track.label}: " if track.label else ""
-        yield f"{label}the loss {how} at about step {step}: {found.before:.4g} before, {found.after:.4g} in the end"
-        before = [file for file, at in opened.items() if 0 < at <= step + NEAR]
+    for symptom in loss_turned(run):
+        yield symptom.evidence
+        before = [file for file, at in opened.items() if 0 < at <= (symptom.step or 0) + NEAR]
         for file in before[-2:]:
             yield f"{file} was first opened at step {opened[file]}"
 

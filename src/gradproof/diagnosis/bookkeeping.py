@@ -294,7 +294,8 @@ def schedule(run: Run) -> Iterator[Symptom]:
         if found:
             name, id, level, text = found
             label = f"{track.label}: " if track.label else ""
-            yield Symptom(name, level, label + text, 0, where_scheduled(run, id), (id,))
+            step = int(track.steps[np.flatnonzero(track.lr < 0)[0]]) if name == "below-zero" else 0
+            yield Symptom(name, level, label + text, step, where_scheduled(run, id), (id,))
 
 
 def clip_of_infinity(run: Run) -> Iterator[Symptom]:

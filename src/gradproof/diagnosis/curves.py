@@ -8,7 +8,7 @@ import numpy as np
 
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.places import facts
-from gradproof.diagnosis.series import Track, spikes, tracks, trend
+from gradproof.diagnosis.series import Track, spikes, tracks, trend, turn
 from gradproof.record.run import Run
 
 BACK = 1.2  # times its start: where a loss that has leapt to twice that or more is taken to be back
@@ -87,6 +87,22 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
             if policy and not several:
                 name, level = "objective_standing", "note"
             yield of_track(track, name, level, f"the loss does not improve: {numbers}", suspects)
+
+
+def loss_turned(run: Run) -> Iterator[Symptom]:
+    """The loss leaves its course late and stays off it: no cause by itself, but what a cause has to explain."""
+    with_loss = [track for track in tracks(run) if np.isfinite(track.loss).any()]
+    if len(with_loss) > 1 or facts(run, "policy_loss"):
+        return  # of two players one may lose; the returns of a policy go up and down
+    for track in with_loss:
+        found = turn(track.loss)
+        if found is not None and not is_an_objective(track.loss):
+            how = "leaps" if found.leaps else "was least"
+            step = int(track.steps[found.place])
+            text = (
+                f"the loss {how} at about step {step}: {found.before:.4g} then, {found.after:.4g} in the end"
+            )
+            yield Symptom("loss_turned", "note", text, step)
 
 
 def loss_hardly_falling(run: Run) -> Iterator[Symptom]:

@@ -122,12 +122,21 @@ class Diagnosis:
             return "No problem was found in what could be read of the record."
         if not self.ended and self.examination.complete:
             return "Nothing is wrong so far that this record could show; no end of the training is recorded."
+        if self.turned:  # nobody whose loss has left its course is told that all is well
+            said = f"{self.turned[0].upper()}{self.turned[1:]}; why was not found."
+            return f"{said} {self.examination.conclusion}"
         return self.examination.conclusion
+
+    @property
+    def turned(self) -> str:
+        """Where the loss has left its course for good, as a sentence."""
+        return next((s.evidence for s in self.symptoms if s.name == "loss_turned"), "")
 
     @property
     def sure(self) -> bool:
         """Whether nothing stands between this and "nothing is wrong"."""
-        return bool(self.steps) and not self.stopped and not self.damaged and self.examination.complete
+        fine = bool(self.steps) and not self.stopped and not self.damaged and not self.turned
+        return fine and self.examination.complete
 
     def __str__(self) -> str:
         lines = [self.stopped, *map(str, self.causes)] if self.causes else [self.stopped, self.conclusion]

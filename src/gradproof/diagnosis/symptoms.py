@@ -23,6 +23,7 @@ from gradproof.diagnosis.curves import (
     loss_not_improving,
     loss_oscillating,
     loss_spike,
+    loss_turned,
     of_track,
 )
 from gradproof.diagnosis.findings import Symptom
@@ -372,6 +373,7 @@ SYMPTOMS = (
     loss_hardly_falling,
     loss_oscillating,
     loss_spike,
+    loss_turned,
     leaps_at_a_file,
     gradient_flow,
     dead_units,

@@ -30,6 +30,8 @@ from gradproof.tape.label import LABEL_FILE, LARGEST_LABEL, find_specimens
 
 SUSPICION_LASTS = 5.0  # seconds
 LARGE = 256 << 20  # bytes of a specimen
+EARLY = 316  # steps: up to here all are asked in their order; later ones are many in a long training
+APART = 1.02  # times the step before: landmarks are farther from each other, steps in trouble nearer
 LONGEST_ANSWER = 120.0  # seconds: a worker that takes longer hangs
 ALL = 0.9  # of a GPU's free memory, where nobody trains
 MOST_LOSSES = 3  # workers that one specimen may cost
@@ -89,6 +91,25 @@ def read_shelf(run: Path) -> list[Shelved]:
             continue
         found.append(Shelved(path, **{part: label[part] for part in IN_LABEL}))
     return found
+
+
+def by_worth(shelf: list[Shelved]) -> list[Shelved]:
+    """The first steps in their order; of the later ones the newest first, and of those that lie close together the one
+    where trouble began before the others.
+
+    Of a large model landmarks come first: they are asked everything.
+
+    >>> shelf = [Shelved(Path(), step, True, 1, 1, "cpu") for step in (0, 100, 400, 450, 506, 520, 521, 522)]
+    >>> [shelved.step for shelved in by_worth(shelf)]
+    [0, 100, 520, 506, 450, 400, 521, 522]
+    """
+    if any(shelved.bytes > LARGE for shelved in shelf):
+        shelf = sorted(shelf, key=lambda shelved: not shelved.landmark)
+    first = [shelved for shelved in shelf if shelved.step <= EARLY]
+    late = sorted((shelved for shelved in shelf if shelved.step > EARLY), key=lambda shelved: shelved.step)
+    steps = [0, *(shelved.step for shelved in late)]
+    begins = [shelved for before, shelved in zip(steps, late, strict=False) if shelved.step > APART * before]
+    return [*first, *begins[::-1], *(shelved for shelved in late if shelved not in begins)]
 
 
 class Examiner:
@@ -153,11 +174,12 @@ class Examiner:
                 self._known.add(shelved.step)
                 self._events.write("specimen", step=shelved.step, operations=shelved.operations)
         order = order_of(self._suspected())
-        # landmarks are asked everything, and of a large model there are no others: they come first
-        large = [shelved for shelved in shelf if shelved.bytes > LARGE]
+        newest: dict[str, int] = {}  # question -> the last step that it was asked about
+        for asked, step in self._asked:
+            newest[asked] = max(step, newest.get(asked, 0))
         return [
-            Job(question, shelved, self._seen_before(question, shelved, shelf))
-            for shelved in (sorted(shelf, key=lambda s: not s.landmark) if large else shelf)
+            Job(question, shelved, self._seen_before(question, shelved, shelf, newest))
+            for shelved in by_worth(shelf)
             for question in order
             if self._is_open(question, shelved)
         ]
@@ -178,13 +200,22 @@ class Examiner:
         said = self._said.get((question, family), ())
         return any(verdict["verdict"] == "confirmed" and verdict.get("lasting") for verdict in said)
 
-    def _seen_before(self, question: Question, shelved: Shelved, shelf: list[Shelved]) -> list[str]:
+    def _seen_before(
+        self, question: Question, shelved: Shelved, shelf: list[Shelved], newest: dict[str, int]
+    ) -> list[str]:
+        """What a question has to have seen: all early steps, and those late ones that it was asked about.
+
+        A late step that was passed over, because there were newer ones, is asked about by itself.
+        """
+        if shelved.step > EARLY and shelved.step < newest.get(question.name, 0):
+            return []
         return [
             str(other.path)
             for other in shelf
             if other.step < shelved.step
             and other.path.exists()
             and (other.landmark or question.steps == EVERY)
+            and (other.step <= EARLY or (question.name, other.step) in self._asked)
             and self._lost.get(other.path, 0) < MOST_LOSSES
         ]
 
