@@ -45,8 +45,8 @@ def impossible_moments(evidence: Evidence) -> Verdict | None:
         if bool(wrong.any()):
             at = int(torch.where(wrong, mean.abs(), -1.0).argmax())
             place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), mean.shape))
-            worst = float(mean.flatten()[at]), float(square.flatten()[at])
-            found.append(Impossible(name, line, int(wrong.sum()), mean.numel(), place, *worst))
+            numbers = float(mean.flatten()[at]), float(square.flatten()[at])
+            found.append(Impossible(name, line, int(wrong.sum()), mean.numel(), place, *numbers))
     if not looked_at:
         return None
     if not found:
