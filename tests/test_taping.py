@@ -287,6 +287,8 @@ def test_what_stands_out_is_what_is_far_above_the_others(kind):
         wanted = not math.isfinite(value) or abs(value) > 4 * abs(usual) + 1e-12
         if len(ordered) == 20:
             wanted |= value > usual + max(4 * (ordered[17] - ordered[2]), 0.1 * abs(usual))
+            window = [*values, value][-20:]
+            wanted |= min(window[-5:]) > max(max(window[:-5]), usual + 0.05 * abs(usual))
         assert recent.stands_out(value, 4.0) == wanted
         if math.isfinite(value):
             values.append(value)

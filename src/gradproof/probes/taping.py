@@ -49,6 +49,10 @@ STAGE_ALLOWANCE = 0.5  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 MOST_TROUBLED = 12  # steps between two landmarks that are taped because of trouble
 SPREADS = 4.0  # from the third smallest of 20 values to the third largest: ten times what chance moves one
+IN_A_ROW, RISEN = (
+    5,
+    0.05,
+)  # values, and by how much of the middle one: once in 15,000 steps chance orders 20 so
 HARDLY = 0.1  # of the middle one: less is no trouble, however calm the others are
 MOST_LOOKS = 3  # bad steps that are made again
 BETWEEN_LOOKS = 32  # steps, of which one is timed
@@ -93,7 +97,8 @@ class Recent:
         self._at_least, self._holds = 0.0, 0
 
     def stands_out(self, value: float, factor: float) -> bool:
-        """Whether it is not finite, or some times the middle one, or as far above it as chance does not take it.
+        """Whether it is not finite, some times the middle one, as far above it as chance does not take it, or the fifth
+        in a row that is above all others.
 
         >>> recent = Recent()
         >>> [recent.stands_out(loss, 4.0) for loss in (1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 5.0, 1.0)]
@@ -113,7 +118,18 @@ class Recent:
             chance = max(SPREADS * (ordered[17] - ordered[2]), HARDLY * abs(usual))
             self._at_least, self._holds = (1 + HARDLY) * ordered[6], 3
         self._values.append(value)
-        return abs(value) > factor * abs(usual) + 1e-12 or value > usual + chance
+        return (
+            abs(value) > factor * abs(usual) + 1e-12
+            or value > usual + chance
+            or self._have_risen(ordered, usual)
+        )
+
+    def _have_risen(self, ordered: list[float], usual: float) -> bool:
+        """One leap is seen once: of those that come five later, the first are among the others."""
+        last = [self._values[place] for place in range(-IN_A_ROW, 0)] if len(ordered) == 20 else [-math.inf]
+        if min(last) <= usual + RISEN * abs(usual):
+            return False
+        return min(last) > max(list(self._values)[:-IN_A_ROW])
 
 
 class Taping:
