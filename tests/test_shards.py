@@ -77,3 +77,35 @@ def test_a_loss_that_creeps_up_has_turned_too(tmp_path):
     rise = np.maximum(0, np.arange(STEPS) - 1200) / 800
     found = diagnose(run_with(tmp_path / "run", curve({}) + 0.5 * rise, SHARDS).path)
     assert "was least at about step " in found.conclusion
+
+
+def run_with_rates(path, loss, rates, **verdict):
+    writer = RunWriter(path, {"optimizers": [{"class": "Adam"}]})
+    for step, (value, lr) in enumerate(zip(loss, rates, strict=True)):
+        writer.write_step(
+            {"step": step, "loss": float(value), "order": "zbs", "lr": float(lr), "optimizer": 0}
+        )
+    if verdict:
+        writer.write_event("verdict", verdict="confirmed", experiment="how_long_is_the_step", **verdict)
+    writer.set_info(ended=1.0, exit_code=0)
+    writer.close()
+    return {cause.id: cause for cause in diagnose(path).causes}
+
+
+@pytest.mark.parametrize("decayed", [True, False])
+def test_a_leap_at_a_rate_that_was_higher_before_is_not_laid_to_the_rate(tmp_path, decayed):
+    loss = curve({1800: 3.0})
+    rates = np.linspace(1e-3, 1e-5, STEPS) if decayed else np.full(STEPS, 1e-3)
+    causes = run_with_rates(tmp_path / "run", loss, rates)
+    assert ("lr-too-high/diverged" in causes) == (not decayed)
+    assert "The loss leaps at about step 1" in diagnose(tmp_path / "run").conclusion
+
+
+@pytest.mark.parametrize("warming_up", [True, False])
+def test_short_steps_of_a_warm_up_are_no_verdict_on_the_training(tmp_path, warming_up):
+    rates = np.minimum(1.0, np.arange(1, STEPS + 1) / 300) * 1e-3 if warming_up else np.full(STEPS, 1e-6)
+    said = {"family": "lr-too-low", "id": "lr-too-low/tiny-steps", "level": "warning", "confidence": "likely"}
+    causes = run_with_rates(
+        tmp_path / "run", curve({1800: 3.0}), rates, step=1, evidence=["it falls on"], **said
+    )
+    assert causes["lr-too-low/tiny-steps"].level == ("note" if warming_up else "warning")

@@ -12,6 +12,7 @@ from gradproof.diagnosis.series import Track, spikes, tracks, trend, turn
 from gradproof.record.run import Run
 
 BACK = 1.2  # times its start: where a loss that has leapt to twice that or more is taken to be back
+CALMER = 0.5  # of the highest rate: at less than that, steps do not begin to overshoot
 
 
 def trains_well(run: Run) -> bool:
@@ -79,7 +80,7 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
                 name, level = "loss_drifting", "note" if found.last < 0.5 * found.start else "warning"
             elif not several and found.end < BACK * min(found.start, float(np.nanmax(track.loss)) / 2):
                 name, level = "loss_came_back", "note"  # it had leapt, and is nearly where it was
-            suspects = () if policy else ("lr-too-high/diverged",)
+            suspects = () if policy or was_calm_at_higher_rates(track) else ("lr-too-high/diverged",)
             yield of_track(track, name, level, f"the loss rises: {numbers}", suspects)
         else:
             suspects = ("lr-too-low/tiny-updates", "lr-too-high/overshoot", "detached-graph/cut")
@@ -87,6 +88,13 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
             if policy and not several:
                 name, level = "objective_standing", "note"
             yield of_track(track, name, level, f"the loss does not improve: {numbers}", suspects)
+
+
+def was_calm_at_higher_rates(track: Track) -> bool:
+    """Whether the loss leapt at a rate that had been higher by far before, and had done no harm then."""
+    found = turn(track.loss)
+    rates = track.lr[: found.place + 1] if found is not None and found.leaps else track.lr[:0]
+    return bool(np.isfinite(rates).all()) and len(rates) > 0 and rates[-1] < CALMER * rates.max()
 
 
 def loss_turned(run: Run) -> Iterator[Symptom]:

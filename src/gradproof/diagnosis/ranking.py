@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gradproof.diagnosis.bad_numbers import describe_end
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.curves import largest_leap, share_of_steps_above, trains_well
@@ -88,6 +90,7 @@ STEP_LENGTHS = ("lr-too-high", "lr-too-low")
 NONFINITE = ("forward-nonfinite", "backward-nonfinite")
 LENGTHS_AND_LIMITS = (*STEP_LENGTHS, "grad-clip-misuse")
 
+WARMED_UP = 0.3  # of the highest rate of the run: what is less was on its way there, or on its way out
 LONG_WAY_BACK = 0.2  # of a run, spent above the loss of guessing
 
 # Symptoms that say: this training does not go well, whatever the reason.
@@ -110,6 +113,7 @@ def diagnose(run: Run | str | os.PathLike) -> Diagnosis:
         found = [as_grave_as_the_way_back(as_grave_as_leaps(finding, run), run) for finding in found]
     if not troubled and trains_well(run):
         found = [f for f in found if not (f.family in STEP_LENGTHS and f.level == "note")]
+    found = [as_grave_as_the_rate_then(finding, run) for finding in found]
     found = add_witnesses(found, run)
     excluded = [exclusion_of_verdict(v) for v in verdicts if v["verdict"] == "excluded"]
     recorded = {suspect for s in symptoms if s.name in RECORDED for suspect in s.suspects}
@@ -236,6 +240,15 @@ def as_grave_as_the_way_back(finding: Finding, run: Run) -> Finding:
         return finding
     said = f"{100 * share:.0f} % of the {len(run)} steps went by before the loss was down at that of guessing"
     return replace(finding, level="problem", evidence=(*finding.evidence, said))
+
+
+def as_grave_as_the_rate_then(finding: Finding, run: Run) -> Finding:
+    """Steps that were too short while the rate was still warming up say nothing about the training."""
+    if finding.id != "lr-too-low/tiny-steps" or finding.step is None:
+        return finding
+    then, rates = run.steps["lr"][run.steps["step"] == finding.step], run.steps["lr"]
+    grew = len(then) and np.isfinite(rates).any() and then[0] < WARMED_UP * np.nanmax(rates)
+    return replace(finding, level="note") if grew else finding
 
 
 def add_suspicions(
