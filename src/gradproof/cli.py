@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import gradproof
-from gradproof.commands.asking import add_agents, add_ask, add_brief, add_mcp, add_schema
+from gradproof.commands.asking import add_agents, add_ask, add_brief, add_checkpoint, add_mcp, add_schema
 from gradproof.commands.attach import add_attach
 from gradproof.commands.checking import add_check, add_check_dump, add_check_loss, add_precision
 from gradproof.commands.completing import add_completion
@@ -59,6 +59,7 @@ COMMANDS = (
     add_examine,
     add_ask,
     add_brief,
+    add_checkpoint,
     add_try,
     add_fix,
     add_diagnose,

@@ -1,4 +1,4 @@
-"""The commands for whoever debugs: ask, brief, agents, schema, mcp."""
+"""The commands for whoever debugs: ask, brief, checkpoint, agents, schema, mcp."""
 
 from __future__ import annotations
 
@@ -83,6 +83,28 @@ def brief(args: argparse.Namespace) -> int:
     from gradproof.record.run import open_run
 
     sys.stdout.write(write_brief(open_run(args.run)))
+    return 0
+
+
+def add_checkpoint(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="the weights and optimizer state of a recorded step, as a file for torch.load",
+        description="Writes what a recorded step began with: weights, buffers and optimizer state, for "
+        "load_state_dict. For whoever has overwritten the last good checkpoint.",
+        epilog="example: gradproof checkpoint runs/a --step 19500 --out good.pt",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("--step", type=int, help="which recorded step (default: the last one)")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the file; it must not be there yet")
+    parser.set_defaults(function=checkpoint)
+
+
+def checkpoint(args: argparse.Namespace) -> int:
+    from gradproof.ask.checkpoint import write_checkpoint
+    from gradproof.ask.opened import OpenedRun
+
+    print(plain(write_checkpoint(OpenedRun(args.run).specimen(args.step), args.out)))
     return 0
 
 
