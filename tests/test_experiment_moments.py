@@ -6,7 +6,7 @@ from taped_trainings import evidence_of_step, examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.averages import does_the_average_follow
-from gradproof.experiments.moments import bound, impossible_moments
+from gradproof.experiments.moments import bound, impossible_moments, overflown_state
 
 ID = "weights-state-error/impossible-moments"
 ADAMS = {
@@ -114,3 +114,45 @@ def test_the_bound_holds_and_is_reached():
 def test_the_question_says_it_first():
     step, model, optimizer = train(ADAMS["Adam"], harm=flip)
     assert ids(examine(does_the_average_follow, model, optimizer, step, steps=1)) == {ID}
+
+
+class Ageing(torch.optim.Optimizer):
+    """Keeps each mean square divided by what is left of its first weight, which is never rescaled."""
+
+    def __init__(self, params, keep, start=0.0):
+        super().__init__(params, {"lr": 1e-3})
+        self.keep, self.start = keep, start
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["acc"], state["age"] = torch.full_like(parameter, self.start), 1.0
+            state["age"] = max(state["age"] * self.keep, 1e-300)
+            state["acc"].add_(parameter.grad.square() * (1 - self.keep) / state["age"])
+            parameter.addcdiv_(parameter.grad, (state["acc"] * state["age"]).sqrt().add_(1e-8), value=-1e-3)
+
+
+AGEING = {
+    "it outgrows float32": (lambda p: Ageing(p, 0.3), True),
+    "it does not": (lambda p: Ageing(p, 0.999), False),
+    "infinite from the start": (lambda p: Ageing(p, 0.9, start=torch.inf), False),
+    "Adam": (ADAMS["Adam"], False),
+}
+
+
+@pytest.mark.parametrize("what", AGEING)
+def test_a_state_that_outgrows_its_format(what):
+    make, wanted = AGEING[what]
+    step, model, optimizer = train(make, steps=5)
+    memory, said = {}, []
+    for number in range(6, 150, 12):
+        said.append(overflown_state(evidence_of_step(step, {"": model}, [optimizer], number, memory=memory)))
+        for _ in range(11):
+            step()
+    found = [verdict for verdict in said if verdict is not None]
+    assert bool(found) == wanted and said[0] is None
+    if wanted:
+        assert found[0].id == "low-precision-error/state-overflow" and found[0].confidence == "proven"
+        assert "'acc'" in found[0].evidence[0] and found[0].where.startswith("0.")

@@ -270,10 +270,20 @@ def test_no_room_at_all_is_no_reason_to_wait(monkeypatch):
     assert room.ready([1 << 20])
 
 
+def test_a_loss_that_creeps_up_is_trouble_now_and_then():
+    draw = random.Random(0)
+    course = [1 + math.exp(-step / 300) + draw.gauss(0, 0.05) for step in range(5000)]
+    calm, creeps = Recent(), Recent()
+    assert not any(calm.stands_out(loss, 4.0) for loss in course)
+    seen = [n for n, loss in enumerate(course) if creeps.stands_out(loss + max(0, n - 4000) / 1000, 4.0)]
+    assert 2 <= len(seen) <= 12 and 4000 < seen[0] < 4500
+
+
 @pytest.mark.parametrize("kind", ["wide", "negative", "around zero", "a step"])
 def test_what_stands_out_is_what_is_far_above_the_others(kind):
     """Sorting is spared where the answer is known: it is the same answer."""
     draw, recent, values = random.Random(kind), Recent(), deque(maxlen=20)
+    recent._have_crept = lambda ordered: False  # of the last 20 alone
     for number in range(2000):
         value = {
             "wide": 10 ** draw.uniform(-2, 2),

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
+from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, excluded, first_of
 from gradproof.experiments.instruments.averages import Follower, find_followers
-from gradproof.experiments.moments import impossible_moments
+from gradproof.experiments.moments import impossible_moments, overflown_state
 from gradproof.experiments.nonfinite import place_of
 
 FAMILY = "weights-state-error"
@@ -25,6 +25,7 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
     found = [each for each in followers if not each.is_the_weight]
     averages = [each for each in found if each.averages]
     note_decay(evidence, averages)
+    yield from causes_of([overflown_state(evidence)])
     yield from first_of(
         (
             impossible_moments(evidence),

@@ -1,4 +1,5 @@
-"""Can gradients have made what Adam remembers? Its two averages are of the same gradients, and bind each other.
+"""Can gradients have made what an optimizer remembers? Finite ones make nothing infinite, and Adam's two averages are
+of the same gradients, and bind each other.
 
 By Cauchy and Schwarz |m| ≤ (1 - β₁) / √((1 - β₂)(1 - β₁² / β₂)) · √v, entry by entry, whatever the gradients were: 7.3
 times with the usual betas. What is beyond that was written by somebody else: a memory that lost a bit, a library that
@@ -67,6 +68,43 @@ def impossible_moments(evidence: Evidence) -> Verdict | None:
         where=f"{worst.name}, {worst.line}" if worst.line else worst.name,
         confidence="proven",  # an inequality
     )
+
+
+def overflown_state(evidence: Evidence) -> Verdict | None:
+    """What was finite at an earlier step and is infinite now, while the weights are finite: it has outgrown its format.
+
+    Who divides by the root of it moves these weights no more.
+    """
+    known: set[tuple[str, str]] = evidence.memory.setdefault("finite states", set())
+    for name, line, key, value, weight in states(evidence):
+        infinite = torch.isinf(value)
+        if not bool(infinite.any()):
+            known.add((name, key))
+        elif (name, key) in known and bool(torch.isfinite(weight).all()):
+            count = int(infinite.sum())
+            return confirmed(
+                "low-precision-error/state-overflow",
+                f"{count} of {value.numel()} entries of the optimizer's {key!r} of {name} ({value.dtype}) are infinite; "
+                "at an earlier step none was, and the weights are finite",
+                where=f"{name}, {line}" if line else name,
+                confidence="proven",  # it is infinite, and was not
+            )
+    return None
+
+
+def states(evidence: Evidence) -> Iterator[tuple[str, str, str, Tensor, Tensor]]:
+    """All that optimizers remember of their parameters, entry by entry or row by row."""
+    names = {id(parameter): name for name, parameter in named_parameters(evidence).items()}
+    for optimizer in evidence.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(parameter, Tensor) else ():
+                if (
+                    isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and value.dim()
+                    and not value.is_meta
+                ):
+                    yield names.get(id(parameter), "a parameter"), optimizer.line, str(key), value, parameter
 
 
 def moments(evidence: Evidence) -> Iterator[tuple[str, str, Tensor, Tensor, float]]:

@@ -49,6 +49,7 @@ STAGE_ALLOWANCE = 0.5  # seconds for each
 PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tape
 MOST_TROUBLED = 12  # steps between two landmarks that are taped because of trouble
 SPREADS = 4.0  # from the third smallest of 20 values to the third largest: ten times what chance moves one
+CREPT = 2.0  # of that spread: what chance does to the middle one of 20 is an eighth of it
 IN_A_ROW, RISEN = (
     5,
     0.05,
@@ -95,10 +96,11 @@ class Recent:
         self._values: deque[float] = deque(maxlen=20)
         # the middle one of 20 is at least what the seventh smallest was, until four others have come
         self._at_least, self._holds = 0.0, 0
+        self._least = math.inf  # middle one of 20 so far
 
     def stands_out(self, value: float, factor: float) -> bool:
-        """Whether it is not finite, some times the middle one, as far above it as chance does not take it, or the fifth
-        in a row that is above all others.
+        """Whether it is not finite, some times the middle one, as far above it as chance does not take it, the fifth in
+        a row that is above all others, or one of many that have crept up.
 
         >>> recent = Recent()
         >>> [recent.stands_out(loss, 4.0) for loss in (1.0, 1.1, 0.9, 1.0, 1.2, 1.0, 5.0, 1.0)]
@@ -118,18 +120,22 @@ class Recent:
             chance = max(SPREADS * (ordered[17] - ordered[2]), HARDLY * abs(usual))
             self._at_least, self._holds = (1 + HARDLY) * ordered[6], 3
         self._values.append(value)
-        return (
-            abs(value) > factor * abs(usual) + 1e-12
-            or value > usual + chance
-            or self._have_risen(ordered, usual)
-        )
+        far = abs(value) > factor * abs(usual) + 1e-12 or value > usual + chance
+        return far or (len(ordered) == 20 and (self._have_risen(usual) or self._have_crept(ordered)))
 
-    def _have_risen(self, ordered: list[float], usual: float) -> bool:
+    def _have_risen(self, usual: float) -> bool:
         """One leap is seen once: of those that come five later, the first are among the others."""
-        last = [self._values[place] for place in range(-IN_A_ROW, 0)] if len(ordered) == 20 else [-math.inf]
-        if min(last) <= usual + RISEN * abs(usual):
-            return False
-        return min(last) > max(list(self._values)[:-IN_A_ROW])
+        lowest = min(self._values[place] for place in range(-IN_A_ROW, 0))
+        return lowest > usual + RISEN * abs(usual) and lowest > max(list(self._values)[:-IN_A_ROW])
+
+    def _have_crept(self, ordered: list[float]) -> bool:
+        """The middle one is far above the least that it has been: seen once, and again when it is as far above that."""
+        usual = ordered[10]
+        if usual - self._least > max(CREPT * (ordered[17] - ordered[2]), HARDLY * abs(usual)):
+            self._least = usual
+            return True
+        self._least = min(self._least, usual)
+        return False
 
 
 class Taping:

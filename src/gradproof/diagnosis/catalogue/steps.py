@@ -110,6 +110,12 @@ CAUSES = (
                 "lost-updates",
                 "keep the weights (and their averages) in float32, and use autocast for the computing",
             ),
+            (
+                "state-overflow",
+                "keep what the optimizer remembers in the range of its format: store the average itself, not one "
+                "divided by a power that shrinks, or rescale it now and then; weights whose state is infinite move no "
+                "more",
+            ),
             ("underflow", "use torch.amp.GradScaler, or bfloat16 in place of float16"),
             (
                 "whole-numbers",
