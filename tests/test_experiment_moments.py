@@ -131,7 +131,9 @@ class Ageing(torch.optim.Optimizer):
                 state["acc"], state["age"] = torch.full_like(parameter, self.start), 1.0
             state["age"] = max(state["age"] * self.keep, 1e-300)
             state["acc"].add_(parameter.grad.square() * (1 - self.keep) / state["age"])
-            parameter.addcdiv_(parameter.grad, (state["acc"] * state["age"]).sqrt().add_(1e-8), value=-1e-3)
+            parameter.addcdiv_(
+                parameter.grad, (state["acc"].double() * state["age"]).sqrt().float() + 1e-8, value=-1e-3
+            )
 
 
 AGEING = {

@@ -84,8 +84,8 @@ def overflown_state(evidence: Evidence) -> Verdict | None:
             count = int(infinite.sum())
             return confirmed(
                 "low-precision-error/state-overflow",
-                f"{count} of {value.numel()} entries of the optimizer's {key!r} of {name} ({value.dtype}) are infinite; "
-                "at an earlier step none was, and the weights are finite",
+                f"{count} of {value.numel()} entries of the optimizer's {key!r} of {name} are infinite "
+                f"({value.dtype}); at an earlier step none was, and the weights are finite",
                 where=f"{name}, {line}" if line else name,
                 confidence="proven",  # it is infinite, and was not
             )
