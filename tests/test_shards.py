@@ -109,3 +109,11 @@ def test_short_steps_of_a_warm_up_are_no_verdict_on_the_training(tmp_path, warmi
         tmp_path / "run", curve({1800: 3.0}), rates, step=1, evidence=["it falls on"], **said
     )
     assert causes["lr-too-low/tiny-steps"].level == ("note" if warming_up else "warning")
+
+
+@pytest.mark.parametrize("decayed", [True, False])
+def test_nor_is_a_spike(tmp_path, decayed):
+    loss = curve({})
+    loss[1700] = 40.0
+    rates = np.linspace(1e-3, 1e-5, STEPS) if decayed else np.full(STEPS, 1e-3)
+    assert ("lr-too-high/spike" in run_with_rates(tmp_path / "run", loss, rates)) == (not decayed)

@@ -93,8 +93,12 @@ def loss_not_improving(run: Run) -> Iterator[Symptom]:
 def was_calm_at_higher_rates(track: Track) -> bool:
     """Whether the loss leapt at a rate that had been higher by far before, and had done no harm then."""
     found = turn(track.loss)
-    rates = track.lr[: found.place + 1] if found is not None and found.leaps else track.lr[:0]
-    return bool(np.isfinite(rates).all()) and len(rates) > 0 and rates[-1] < CALMER * rates.max()
+    return found is not None and found.leaps and rate_was_higher(track, found.place)
+
+
+def rate_was_higher(track: Track, place: int) -> bool:
+    rates = track.lr[: place + 1]
+    return len(rates) > 0 and bool(np.isfinite(rates).all()) and bool(rates[-1] < CALMER * rates.max())
 
 
 def loss_turned(run: Run) -> Iterator[Symptom]:
@@ -166,7 +170,8 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
             text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
-            yield of_track(track, "loss_spike", "note", text, ("lr-too-high/spike",), step)
+            calm = rate_was_higher(track, int(np.searchsorted(track.steps, step)))
+            yield of_track(track, "loss_spike", "note", text, () if calm else ("lr-too-high/spike",), step)
 
 
 def all_at_optimum(run: Run) -> bool:
