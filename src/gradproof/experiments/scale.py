@@ -11,13 +11,14 @@ from torch import Tensor
 from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow, place_of_data
 from gradproof.experiments.instruments.source import say_where_made
+from gradproof.experiments.moved import have_the_data_moved
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.targets import LATE, share_learned
 from gradproof.tape.operations import Operation
 
 
 def are_numbers_of_a_fitting_size(evidence: Evidence) -> Iterator[Verdict]:
-    yield from causes_of(each(evidence, of_their_size, that_hardly_vary))
+    yield from causes_of(each(evidence, of_their_size, that_hardly_vary, have_the_data_moved))
 
 
 FAMILY = "input-or-target-scale"

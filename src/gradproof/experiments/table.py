@@ -165,7 +165,7 @@ REPLAYS = (
     Question("are_numbers_of_a_fitting_size", "scale",
         "Are inputs and targets of a size that a network can take, and do inputs vary?",
         ("input-or-target-scale: pixels-to-255 raw-features tiny-features raw-targets yes-or-no-target "
-         "hardly-varies",),
+         "hardly-varies moved",),
         REPLAY, core=True),
     Question("do_targets_line_up", "alignment",
         "Is each target the next token, neither this one nor the one after?",

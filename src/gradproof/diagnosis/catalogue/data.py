@@ -173,6 +173,11 @@ CAUSES = (
                 "tiny-features",
                 "standardise the inputs once: a division by 255 in the data and again in the model is one too many",
             ),
+            (
+                "moved",
+                "hold what was read here against its source: units, formats, a reader that parses it otherwise; "
+                "`gradproof ask RUN fed --step N` shows it beside an earlier step's, and the file",
+            ),
             ("pixels-to-255", "divide by 255, then subtract the mean and divide by the standard deviation"),
             ("raw-features", "standardise each feature: subtract its mean, divide by its standard deviation"),
         ),
