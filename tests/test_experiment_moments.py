@@ -5,8 +5,8 @@ import torch
 from taped_trainings import evidence_of_step, examine, ids, plain_step
 from torch import nn
 
-from gradproof.experiments.averages import does_the_average_follow
-from gradproof.experiments.moments import bound, impossible_moments, overflown_state
+from gradproof.experiments.averages import does_the_average_follow, impossible_moments, overflown_state
+from gradproof.experiments.instruments.moments import bound
 
 ID = "weights-state-error/impossible-moments"
 ADAMS = {

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from experiment_steps import evidence_of
 from torch import nn
 
-from gradproof.experiments.moved import ID, have_the_data_moved
-from gradproof.experiments.scale import are_numbers_of_a_fitting_size
+from gradproof.experiments.scale import are_numbers_of_a_fitting_size, have_the_data_moved
+
+ID = "input-or-target-scale/moved"
 
 DRAW = torch.Generator().manual_seed(0)
 CALM = [

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, excluded, first_of
 from gradproof.experiments.instruments.averages import Follower, find_followers
-from gradproof.experiments.moments import impossible_moments, overflown_state
+from gradproof.experiments.instruments.moments import beyond_the_bound, bound, outgrown
 from gradproof.experiments.nonfinite import place_of
 
 FAMILY = "weights-state-error"
 TIMES = 2  # later taped steps that average anew, from a tensor that has not changed by one bit
 SMALL, LARGE = 0.3, 3.0  # times the size of the weights: no average of what they have been is that far off
 EARLY = 3  # steps: later, equal weights have had time to come apart
+A_FEW = 8  # entries of a tensor: so many are a slip of memory, more are a state that was put together
 UNTIED = 1e-3  # of the size of a table: beyond rounding, and less than a step changes it
 
 
@@ -34,6 +35,40 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
             wrong_size(evidence, found),
             came_untied(evidence),
         )
+    )
+
+
+def overflown_state(evidence: Evidence) -> Verdict | None:
+    """Who divides by the root of what is infinite moves these weights no more."""
+    for name, line, key, value in outgrown(evidence):
+        return confirmed(
+            "low-precision-error/state-overflow",
+            f"{int(torch.isinf(value).sum())} of {value.numel()} entries of the optimizer's {key!r} of {name} are "
+            f"infinite ({value.dtype}); at an earlier step none was, and the weights are finite",
+            where=f"{name}, {line}" if line else name,
+            confidence="proven",  # it is infinite, and was not
+        )
+    return None
+
+
+def impossible_moments(evidence: Evidence) -> Verdict | None:
+    found, looked_at = beyond_the_bound(evidence)
+    if not found:
+        said = f"every entry of Adam's averages of {looked_at} tensors is one that gradients can make"
+        return excluded(f"{FAMILY}/impossible-moments", said) if looked_at else None
+    worst, few = found[0], all(each.count <= A_FEW for each in found)
+    return confirmed(
+        f"{FAMILY}/impossible-moments",
+        f"Adam's average of the gradient at {worst.name}{list(worst.place)} is {worst.mean:.3g}, of its square "
+        f"{worst.square:.3g}: with the usual betas no gradients make the first more than {bound(0.9, 0.999):.2g} "
+        "times the root of the second",
+        f"so it is with {worst.count} of {worst.entries} entries of {worst.name}"
+        + (f" and with {len(found) - 1} other tensors" if found[1:] else ""),
+        "single entries: something else has written into this memory, a library or the hardware"
+        if few
+        else "whole tensors: the two averages were not saved together, or one of them was set by itself",
+        where=f"{worst.name}, {worst.line}" if worst.line else worst.name,
+        confidence="proven",  # an inequality
     )
 
 

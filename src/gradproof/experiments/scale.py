@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence, Verdict, causes_of, confirmed, each, excluded
 from gradproof.experiments.flow import VIEWS, Comparison, Flow, place_of_data
+from gradproof.experiments.instruments.moved import hold_against_before
 from gradproof.experiments.instruments.source import say_where_made
-from gradproof.experiments.moved import have_the_data_moved
 from gradproof.experiments.nonfinite import place_of
 from gradproof.experiments.targets import LATE, share_learned
 from gradproof.tape.operations import Operation
@@ -69,6 +69,27 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
                 size = float(value.double().pow(2).mean().sqrt())
                 yield excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
                 return
+
+
+def have_the_data_moved(evidence: Evidence) -> Verdict | None:
+    """Where the loss leaps: are its data still what they were?"""
+    held = hold_against_before(evidence)
+    if held is None:
+        return None
+    if not held.what:
+        said = f"where the loss leaps, inputs and targets have the size they had at {held.steps} steps before"
+        return excluded(f"{FAMILY}/moved", said)
+    return confirmed(
+        f"{FAMILY}/moved",
+        f"the {held.what} of the numbers {list(evidence.slot(held.slot).shape)} is {held.now:.4g}; at the {held.steps} "
+        f"steps recorded before it was {held.low:.4g} to {held.high:.4g}",
+        f"the loss leaps with it, from {held.usual_loss:.4g} to {held.loss:.4g}",
+        *say_where_made(evidence, held.slot),
+        where=evidence.flow.origin(held.slot),
+        level="warning",
+        confidence="likely",
+        lasting=False,
+    )
 
 
 def of_first_layer(evidence: Evidence) -> Verdict | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
-from gradproof.experiments.instruments.source import say_where_made
+from gradproof.experiments.evidence import Evidence
 
-ID = "input-or-target-scale/moved"
 FEWEST = 6  # steps before: of fewer, how much a batch may differ is not known
 BEYOND = 2.0  # times the range of what they had, below or above it: chance goes by a part of that
 EVEN = 0.1  # of their spread: batches that hardly differ are allowed as much
@@ -16,24 +15,38 @@ WINDOW = 80  # losses that tell what is usual
 LEAPT, BY = 3.0, 0.2  # spreads of them, and of their size: the batch is looked at; by itself it is no finding
 
 
-def have_the_data_moved(evidence: Evidence) -> Verdict | None:
+@dataclass(frozen=True)
+class Held:
+    """The data of a step at which the loss leaps, against those recorded before: what is out of its range, if any."""
+
+    slot: int
+    what: str  # mean, spread, or nothing
+    now: float
+    low: float
+    high: float
+    steps: int
+    usual_loss: float
+    loss: float
+
+
+def hold_against_before(evidence: Evidence) -> Held | None:
     """Means and spreads of inputs and targets: those of calm steps are remembered, those of a leap compared."""
     flow, leap = evidence.flow, leapt(evidence.losses)
     slots = [*flow.inputs, *(comparison.target for comparison in flow.comparisons)]
-    said = None
+    found = None
     for number, (slot, value) in enumerate(flow.values(slots).items()):
         if not value.is_floating_point() or value.numel() < 2:
             continue
         wide = value.double()
-        now = {"mean": float(wide.mean()), "spread": float(wide.std())}
+        now = {"spread": float(wide.std()), "mean": float(wide.mean())}
         known: list[dict[str, float]] = evidence.memory.setdefault(
             f"data {number} {tuple(value.shape[1:])}", []
         )
         if leap is None:
             known.append(now)
-        elif len(known) >= FEWEST and (said is None or said.verdict == "excluded"):
-            said = compared(evidence, slot, known, now, leap)
-    return said
+        elif len(known) >= FEWEST and (found is None or not found.what):
+            found = compared(slot, known, now, leap)
+    return found
 
 
 def leapt(losses: Sequence[float]) -> tuple[float, float] | None:
@@ -47,29 +60,12 @@ def leapt(losses: Sequence[float]) -> tuple[float, float] | None:
 
 
 def compared(
-    evidence: Evidence,
-    slot: int,
-    known: list[dict[str, float]],
-    now: dict[str, float],
-    leap: tuple[float, float],
-) -> Verdict:
+    slot: int, known: list[dict[str, float]], now: dict[str, float], leap: tuple[float, float]
+) -> Held:
     usual = statistics.median(each["spread"] for each in known)
-    for what in ("spread", "mean"):
+    for what, value in now.items():
         low, high = (end(each[what] for each in known) for end in (min, max))
         room = max(BEYOND * (high - low), EVEN * usual)
-        if not low - room <= now[what] <= high + room:
-            shape = list(evidence.slot(slot).shape)
-            return confirmed(
-                ID,
-                f"the {what} of the numbers {shape} is {now[what]:.4g}; at the {len(known)} steps recorded before it "
-                f"was {low:.4g} to {high:.4g}",
-                f"the loss leaps with it, from {leap[0]:.4g} to {leap[1]:.4g}",
-                *say_where_made(evidence, slot),
-                where=evidence.flow.origin(slot),
-                level="warning",
-                confidence="likely",
-                lasting=False,
-            )
-    return excluded(
-        ID, f"where the loss leaps, inputs and targets have the size they had at {len(known)} steps before"
-    )
+        if not low - room <= value <= high + room:
+            return Held(slot, what, value, low, high, len(known), *leap)
+    return Held(slot, "", 0.0, 0.0, 0.0, len(known), *leap)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
+from gradproof.experiments.evidence import Evidence
 from gradproof.experiments.instruments.update import named_parameters
 
 ROOM = 4.0  # times the bound: a schedule may turn the betas while it trains
 LEAST = 30.0  # the bound with the usual betas and room: whoever loads a state may go on with others
 TINY = 1e-15  # a mean: of less, the mean of squares may be rounded to zero in float32
-A_FEW = 8  # entries of a tensor: so many are a slip of memory, more are a state that was put together
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Impossible:
     square: float
 
 
-def impossible_moments(evidence: Evidence) -> Verdict | None:
+def beyond_the_bound(evidence: Evidence) -> tuple[list[Impossible], int]:
+    """What no gradients make, the tensors with most of it first; and how many tensors were looked at."""
     found, looked_at = [], 0
     for name, line, mean, square, allowed in moments(evidence):
         looked_at += 1
@@ -48,48 +48,17 @@ def impossible_moments(evidence: Evidence) -> Verdict | None:
             place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), mean.shape))
             numbers = float(mean.flatten()[at]), float(square.flatten()[at])
             found.append(Impossible(name, line, int(wrong.sum()), mean.numel(), place, *numbers))
-    if not looked_at:
-        return None
-    if not found:
-        said = f"every entry of Adam's averages of {looked_at} tensors is one that gradients can make"
-        return excluded("weights-state-error/impossible-moments", said)
-    worst = max(found, key=lambda each: each.count / each.entries)
-    few = all(each.count <= A_FEW for each in found)
-    entry, most = f"{worst.name}{list(worst.place)}", bound(0.9, 0.999)
-    return confirmed(
-        "weights-state-error/impossible-moments",
-        f"Adam's average of the gradient at {entry} is {worst.mean:.3g}, of its square {worst.square:.3g}: with the "
-        f"usual betas no gradients make the first more than {most:.2g} times the root of the second",
-        f"so it is with {worst.count} of {worst.entries} entries of {worst.name}"
-        + (f" and with {len(found) - 1} other tensors" if found[1:] else ""),
-        "single entries: something else has written into this memory, a library or the hardware"
-        if few
-        else "whole tensors: the two averages were not saved together, or one of them was set by itself",
-        where=f"{worst.name}, {worst.line}" if worst.line else worst.name,
-        confidence="proven",  # an inequality
-    )
+    return sorted(found, key=lambda each: -each.count / each.entries), looked_at
 
 
-def overflown_state(evidence: Evidence) -> Verdict | None:
-    """What was finite at an earlier step and is infinite now, while the weights are finite: it has outgrown its format.
-
-    Who divides by the root of it moves these weights no more.
-    """
+def outgrown(evidence: Evidence) -> Iterator[tuple[str, str, str, Tensor]]:
+    """What was finite at an earlier step and is infinite now, while its weight is finite: name, line, key, tensor."""
     known: set[tuple[str, str]] = evidence.memory.setdefault("finite states", set())
     for name, line, key, value, weight in states(evidence):
-        infinite = torch.isinf(value)
-        if not bool(infinite.any()):
+        if not bool(torch.isinf(value).any()):
             known.add((name, key))
         elif (name, key) in known and bool(torch.isfinite(weight).all()):
-            count = int(infinite.sum())
-            return confirmed(
-                "low-precision-error/state-overflow",
-                f"{count} of {value.numel()} entries of the optimizer's {key!r} of {name} are infinite "
-                f"({value.dtype}); at an earlier step none was, and the weights are finite",
-                where=f"{name}, {line}" if line else name,
-                confidence="proven",  # it is infinite, and was not
-            )
-    return None
+            yield name, line, key, value
 
 
 def states(evidence: Evidence) -> Iterator[tuple[str, str, str, Tensor, Tensor]]:
