@@ -13,24 +13,14 @@ from gradproof.diagnosis.curves import loss_turned
 from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.diagnosis.series import tracks
+from gradproof.diagnosis.shards import NEAR
 from gradproof.record.run import Run
 from gradproof.tape.label import find_specimens
 
 MOST = 5_200  # characters: less than 1,500 tokens
 LONGEST = 220
-SHARES = (
-    0.0,
-    0.01,
-    0.1,
-    0.3,
-    0.6,
-    0.8,
-    0.9,
-    0.95,
-    0.98,
-    1.0,
-)  # of a course: what comes last is looked at closely
-NEAR = 3  # steps that a turn may be off by
+# parts of a course: what comes last is looked at closely
+SHARES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.8, 0.9, 0.95, 0.98, 1.0)
 LEAST_COURSE = 200  # steps: of fewer, first, last and least say it
 LINE = re.compile(r"([\w./-]+\.py):(\d+)")
 

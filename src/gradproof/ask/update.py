@@ -99,13 +99,11 @@ def step_in_float64(
     if type(optimizer).__name__ not in BY_ENTRY or weight.numel() <= PART or not weight.is_contiguous():
         return change_of(optimizer, group, weight, gradient, state)
     change = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
-    flat = [t.reshape(-1).split(PART) for t in (weight, gradient, change)]
-    for number, (part, its_gradient, its_change) in enumerate(zip(*flat, strict=True)):
-        its_state = {
-            key: value.reshape(-1).split(PART)[number] if is_like(value, weight) else value
-            for key, value in state.items()
-        }
-        its_change.copy_(change_of(optimizer, group, part, its_gradient, its_state))
+    for first in range(0, weight.numel(), PART):
+        part = slice(first, first + PART)
+        its_state = {k: v.reshape(-1)[part] if is_like(v, weight) else v for k, v in state.items()}
+        its_weight, its_gradient, its_change = (t.reshape(-1)[part] for t in (weight, gradient, change))
+        its_change.copy_(change_of(optimizer, group, its_weight, its_gradient, its_state))
     return change
 
 

@@ -294,7 +294,7 @@ def schedule(run: Run) -> Iterator[Symptom]:
         if found:
             name, id, level, text = found
             label = f"{track.label}: " if track.label else ""
-            step = int(track.steps[np.flatnonzero(track.lr < 0)[0]]) if name == "below-zero" else 0
+            step = int(track.steps[steps_below_zero(track)[0]]) if name == "below-zero" else 0
             yield Symptom(name, level, label + text, step, where_scheduled(run, id), (id,))
 
 
@@ -326,9 +326,7 @@ def where_scheduled(run: Run, id: str) -> str | None:
 
 def below_zero(track: Track) -> tuple[str, str, str, str] | None:
     """PyTorch's optimizers take no rate below zero: only a schedule brings one about, and each such step climbs."""
-    down = np.flatnonzero(
-        track.lr < -1e-6 * np.nanmax(track.lr, initial=0.0)
-    )  # less is the rounding of a zero
+    down = steps_below_zero(track)
     if not len(down) or not (track.lr > 0).any():
         return None
     first, least = int(track.steps[down[0]]), float(track.lr[down].min())
@@ -340,6 +338,11 @@ def below_zero(track: Track) -> tuple[str, str, str, str] | None:
     if len(before) and len(then):
         text += f"; the loss was {np.median(before):.4g} in as many steps before, and is {np.median(then):.4g} in these"
     return "below-zero", "lr-schedule-error/below-zero", "problem", text
+
+
+def steps_below_zero(track: Track) -> np.ndarray:
+    """Their places; what is hardly below is the rounding of a zero."""
+    return np.flatnonzero(track.lr < -1e-6 * np.nanmax(track.lr, initial=0.0))
 
 
 def died_early(run: Run, track: Track, lr: np.ndarray) -> tuple[str, str, str, str] | None:

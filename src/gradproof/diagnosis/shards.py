@@ -16,9 +16,7 @@ from gradproof.record.run import Run
 FEWEST = 4  # files of one kind that were begun one after the other: of fewer, none is the exception
 NEAR = 3  # steps between a file and the leap: where a leap begins is known to a few steps
 BY_CHANCE = 0.1  # of all steps that are so near to some file: of more, nearness says nothing
-OTHERS = (
-    0.25  # of the leap: where other files make the loss move as far, it is how the files follow each other
-)
+OTHERS = 0.25  # of the leap: where other files move the loss as far, it is how the files follow each other
 
 
 def leaps_at_a_file(run: Run) -> Iterator[Symptom]:

@@ -64,10 +64,9 @@ class Readings:
     def __init__(self, facts: dict[str, Any], step: Callable[[], int] = lambda: 0, own: str = "\0") -> None:
         """`own` is where this run itself is written."""
         self.facts, self._step, self._own = facts, step, own
-        self.first: dict[str, int] = facts.setdefault(
-            "opened", {}
-        )  # file -> step at which it was first opened
-        self.last: dict[str, int] = facts.setdefault("_opened", {})  # and last, the newest at the end
+        # file -> the step at which it was first opened; and last, the newest at the end
+        self.first: dict[str, int] = facts.setdefault("opened", {})
+        self.last: dict[str, int] = facts.setdefault("_opened", {})
         self.names: dict[tuple[str, str, str], dict[str, None]] = {}  # kind -> numbers as they are written
 
     def note(self, path: str) -> None:

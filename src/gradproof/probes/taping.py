@@ -50,10 +50,8 @@ PLAIN_STEPS = (2, 5, 9)  # left untaped, to know what a step takes without a tap
 MOST_TROUBLED = 12  # steps between two landmarks that are taped because of trouble
 SPREADS = 4.0  # from the third smallest of 20 values to the third largest: ten times what chance moves one
 CREPT = 2.0  # of that spread: what chance does to the middle one of 20 is an eighth of it
-IN_A_ROW, RISEN = (
-    5,
-    0.05,
-)  # values, and by how much of the middle one: once in 15,000 steps chance orders 20 so
+IN_A_ROW = 5  # values above all others of 20: chance orders them so once in 15,000 steps
+RISEN = 0.05  # of the middle one
 HARDLY = 0.1  # of the middle one: less is no trouble, however calm the others are
 MOST_LOOKS = 3  # bad steps that are made again
 BETWEEN_LOOKS = 32  # steps, of which one is timed
