@@ -10,7 +10,7 @@ import asked_runs
 import pytest
 import torch
 from asked_runs import classifier, write_run
-from taped_trainings import plain_step
+from taped_trainings import evidence_of_step, plain_step
 from test_examination import HalfTanh
 from torch import nn
 from torch.nn import functional as F
@@ -326,3 +326,19 @@ def test_the_command(healthy, capsys):
     assert "float32[]" in capsys.readouterr().out
     assert main(["ask", run, "tensor", "--of", "nothing"]) == 2
     assert "has no 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_rule_in_parts_is_the_rule(tmp_path, kind, monkeypatch):
+    from gradproof.ask import update
+
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)
+    optimizer = kind(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer, lambda: model(torch.ones(4, 40)).square().mean())
+    step()
+    evidence = evidence_of_step(step, {"": model}, [optimizer])
+    whole = update.judged_by_rule(evidence, list(evidence.updates))
+    monkeypatch.setattr(update, "PART", 7)  # the last part is shorter
+    assert update.judged_by_rule(evidence, list(evidence.updates)) == whole
+    assert all(row["verdict"] == "as the rule" for row in whole[0])

@@ -281,3 +281,18 @@ def test_a_question_that_the_end_cut_off_has_not_failed_and_is_asked_again(tmp_p
     asked = [e for e in open_run(tmp_path / "run").events if e.get("question") == "do_shapes_meet"]
     assert {(e["outcome"], e["reason"]) for e in asked} == {("not asked", CUT_OFF)}
     assert examiner.Examiner(tmp_path / "run", [worker], only=("do_shapes_meet",)).jobs()
+
+
+def test_a_late_step_that_was_passed_over_is_asked_by_itself(tmp_path):
+    """The newest is asked first, having seen what was asked; what lies between has no memory to go on."""
+    mine = examiner.Examiner.__new__(examiner.Examiner)
+    mine._lost, mine._asked = {}, {("q", 100): "nothing", ("q", 500): "nothing"}
+    question = examiner.Question("q", "none", "?", (), "read")
+    shelf = []
+    for step in (100, 400, 500, 600):
+        (tmp_path / str(step)).mkdir()
+        shelf.append(examiner.Shelved(tmp_path / str(step), step, True, 1, 1, "cpu"))
+    assert mine._seen_before(question, shelf[3], shelf, {"q": 500}) == [
+        str(s.path) for s in (shelf[0], shelf[2])
+    ]
+    assert mine._seen_before(question, shelf[1], shelf, {"q": 500}) == []
