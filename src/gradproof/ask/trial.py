@@ -23,9 +23,11 @@ from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import PROOFS, diagnose
 from gradproof.diagnosis.series import trend
 from gradproof.errors import UserError, plain
+from gradproof.experiments.table import QUESTIONS
 from gradproof.files import has_file, read_file
-from gradproof.record.run import Run, open_run
+from gradproof.record.run import Run
 from gradproof.record.source import LARGEST_COPY, SCRIPT_COPY
+from gradproof.record.whole import open_whole
 
 MOST_COPIED = 500 << 20  # bytes of the script's directory
 SHARED = 10 << 20  # bytes: files from this size on may be links, where that is allowed
@@ -104,7 +106,7 @@ def try_patch(
     place = f"{run.path.absolute()}:{begin}" if begin is not None else ""
     for name in ("original", "patched"):
         said = start(out / name, script, arguments, out / f"run-{name}", steps, within, place, examine)
-        runs.append(open_run(out / f"run-{name}"))
+        runs.append(open_whole(out / f"run-{name}"))
         if begin is not None:
             notes = [*notes, f"{name} {said}; data and schedules begin anew"]
     return judge(runs[0], runs[1], finding_of(diagnose(run)), changed, notes)
@@ -237,42 +239,44 @@ def start(
 def judge(before: Run, after: Run, was: Finding | None, changed: list[str], notes: list[str]) -> Trial:
     """One word for what a patch did, from the findings and the losses of both."""
     first, second = diagnose(before), diagnose(after)
-    losses = [run.steps["loss"] for run in (before, after)]
-    count = min(map(len, losses))
+    rows = [np.flatnonzero(run.seen["loss"]) for run in (before, after)]  # a second optimizer's have none
+    count = min(map(len, rows))
     if not count:
-        raise UserError(said_nothing(first, second, before, after))
-    shown = finding_of(first) or was
-    if was is not None and not has_family(first, was.family):
-        notes = [*notes, f"{was.id} was not found again in {count} steps of the original"]
+        raise UserError(said_nothing(first, second, before))
+    losses = [run.steps["loss"][row[:count]] for run, row in zip((before, after), rows, strict=True)]
+    shown = finding_of(first) or was or next(iter(first.causes), None)
+    if was is not None and not has_finding(first, was):
+        notes = [
+            *notes,
+            f"{was.id} was not found again in {count} steps of the original; more --steps may show it",
+        ]
     elif was is not None:
         shown = was
-    gone = shown is not None and not has_family(second, shown.family)
-    state = "gone" if gone else "still there"
-    asked = shown is not None and (was_asked(second, shown.family) or is_recorded(first, shown))
-    if gone and shown is not None and has_family(first, shown.family) and not asked:
-        state = "not seen again"
-        notes, gone = (
-            [*notes, f"whether {shown.family} is gone: it was not asked of the patched script"],
-            False,
-        )
+    again = shown is not None and has_finding(first, shown)
+    stays = shown is not None and has_finding(second, shown)
+    gone = again and not stays
+    state = "still there" if stays else "gone"
+    if gone and shown is not None and not (was_asked(second, shown) or is_recorded(first, shown)):
+        state, gone = "not seen again", False
+        notes = [*notes, f"whether {shown.family} is gone: it was not asked of the patched script"]
     known = {cause.family for cause in first.causes}
     new = tuple(f"{c.level}: {c.id}" for c in second.causes if c.level != "note" and c.family not in known)
-    one, two = settled(losses[0][:count]), settled(losses[1][:count])
-    word = compare(losses[0][:count], losses[1][:count])
-    again = shown is not None and has_family(first, shown.family)
     broke = any(text.startswith("problem") for text in new) or bool(second.raised and not first.raised)
-    stays = shown is not None and has_family(second, shown.family)
-    if gone and again and not broke and math.isfinite(two):
+    one, two = map(settled, losses)
+    word = compare(*losses)
+    if gone and not broke and math.isfinite(two) and (is_finding(shown) or word == BETTER):
         word = FIXED
-    elif stays and math.isfinite(two) and not math.isfinite(one):
-        # that it has not become NaN yet may be chance: other random numbers, and it comes later
-        fell = (found := trend(losses[1][:count])) is not None and found.fell
-        word = BETTER if fell else SAME
+    elif stays and ((math.isfinite(two) and not math.isfinite(one)) or losses[0][0] != losses[1][0]):
+        # other random numbers: it may have learned more, or become NaN later, by chance. What was not learned
+        # before and is learned now is no chance
+        word = (
+            BETTER if fell(losses[1]) and not fell(losses[0]) else WORSE if word == WORSE and broke else SAME
+        )
     elif broke and word == SAME:
         word = WORSE
     return Trial(
         word,
-        f"the loss at step {count - 1} is {two:.4g} instead of {one:.4g}"
+        f"the loss at step {int(before.steps['step'][rows[0][count - 1]])} is {two:.4g} instead of {one:.4g}"
         + (f", and {shown.id} is {state}" if shown is not None and again else "")
         + (
             f"; the patched script was ended by {second.raised}" if second.raised and not first.raised else ""
@@ -280,7 +284,7 @@ def judge(before: Run, after: Run, was: Finding | None, changed: list[str], note
         count,
         one,
         two,
-        curves(losses, count),
+        curves(losses, before.steps["step"][rows[0][:count]]),
         describe(shown),
         next((describe(c) for c in second.causes if shown is not None and c.family == shown.family), None),
         new,
@@ -292,16 +296,28 @@ def judge(before: Run, after: Run, was: Finding | None, changed: list[str], note
 
 
 def finding_of(found: Diagnosis) -> Finding | None:
-    return next((cause for cause in found.causes if cause.level != "note"), None)
+    return next(filter(is_finding, found.causes), None)
 
 
-def has_family(found: Diagnosis, family: str) -> bool:
-    return any(cause.family == family and cause.level != "note" for cause in found.causes)
+def is_finding(cause: Finding | None) -> bool:
+    return cause is not None and cause.level != "note"
 
 
-def was_asked(found: Diagnosis, family: str) -> bool:
-    """Whether its absence means something: it was ruled out, or all that matters was asked."""
-    return found.examination.complete or any(each.family == family for each in found.excluded)
+def has_finding(found: Diagnosis, like: Finding) -> bool:
+    """One of the same family that is no mere note, unless a note is what is looked for."""
+    return any(c.family == like.family and (is_finding(c) or not is_finding(like)) for c in found.causes)
+
+
+def was_asked(found: Diagnosis, cause: Finding) -> bool:
+    """Whether its absence means something: it was ruled out, or no question that could show it is open."""
+    examination = found.examination
+    if examination.complete or any(each.family == cause.family for each in found.excluded):
+        return True
+    open_ones = {
+        each.question for each in (*examination.undecided, *examination.failed, *examination.not_asked)
+    }
+    deciding = [question for question in QUESTIONS if {cause.id, cause.family} & set(question.causes)]
+    return examination.is_recorded and not any(question.sentence in open_ones for question in deciding)
 
 
 def is_recorded(found: Diagnosis, cause: Finding) -> bool:
@@ -329,24 +345,29 @@ def compare(before: np.ndarray, after: np.ndarray) -> str:
     if not math.isfinite(two):
         return SAME if not math.isfinite(one) else WORSE
     if not math.isfinite(one):
-        return FIXED if (found := trend(after)) is not None and found.fell else BETTER
+        return FIXED if fell(after) else BETTER
     noise = max(chance(before), chance(after))
     far = max(DIFFERENT * max(abs(one), abs(two)), NOISES * noise)
     return SAME if abs(two - one) <= far else BETTER if two < one else WORSE
 
 
 def chance(losses: np.ndarray) -> float:
-    """What the middle of the last tenth varies by: how far points lie from their neighbours."""
+    """What the middle of the last tenth varies by: how far points of the last third lie from their neighbours."""
     last = losses[-max(3, len(losses) // 10) :]
-    finite = losses[np.isfinite(losses)]
+    finite = losses[-max(6, len(losses) // 3) :]
+    finite = finite[np.isfinite(finite)]
     spread = float(np.median(np.abs(np.diff(finite)))) if len(finite) > 2 else 0.0
     return spread / math.sqrt(len(last))
 
 
-def curves(losses: list[np.ndarray], count: int) -> dict[str, list[int] | list[float]]:
-    shown = sorted({round(i * (count - 1) / 9) for i in range(10)})
+def fell(losses: np.ndarray) -> bool:
+    return (found := trend(losses)) is not None and found.fell
+
+
+def curves(losses: list[np.ndarray], steps: np.ndarray) -> dict[str, list[int] | list[float]]:
+    shown = sorted({round(i * (len(steps) - 1) / 9) for i in range(10)})
     return {
-        "step": shown,
+        "step": [int(steps[i]) for i in shown],
         "as_it_was": [float(losses[0][i]) for i in shown],
         "patched": [float(losses[1][i]) for i in shown],
     }
@@ -360,7 +381,6 @@ def other_changes(before: Run, after: Run) -> Iterator[str]:
             yield f"{found.group}, {found.what}: {found.values[0]} → {found.values[1]}"
 
 
-def said_nothing(first: Diagnosis, second: Diagnosis, before: Run, after: Run) -> str:
-    who, found = ("original", first) if not len(before) else ("patched script", second)
-    del after
+def said_nothing(first: Diagnosis, second: Diagnosis, before: Run) -> str:
+    who, found = ("original", first) if not before.seen["loss"].any() else ("patched script", second)
     return f"the {who} made no step that could be seen{f': {found.raised}' if found.raised else ''}"
