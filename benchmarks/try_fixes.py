@@ -5,8 +5,9 @@
 A fault is an edit of a healthy script, so the true fix is the edit undone. The unrelated patches take turns: a remark,
 a print, a variable that nobody reads, a random number drawn at the top, and one drawn after the script has
 seeded, which shifts all that follow. The planted script is trained once, as `gradproof try` trains it, and held
-against both patched ones; where so few steps show no finding, all three are trained to their end. The faults are taken from the families in turn, one process at a time. Bar: the true fix is
-called fixed, the unrelated patch no difference, in 95 % of them.
+against both patched ones; where so few steps show no finding, all three are trained to their end. The faults are taken
+from the families in turn, one process at a time. Bar: the true fix is called fixed, the unrelated patch no difference,
+in 95 % of them.
 
 With `--results` every answer is a line of that file, and what is there already is not tried again: a run that was
 ended goes on, and several processes may share the work (`--share 0/2 --within 300`). With `--keep` the trainings
