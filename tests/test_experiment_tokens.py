@@ -98,6 +98,33 @@ def test_shift_before_the_loss():
     assert confirmed_ids(do_targets_line_up, wrong) == ["data-target-misaligned/double-shift"]
 
 
+@pytest.mark.parametrize("make", [Transformer, Recurrent])
+@pytest.mark.parametrize("ahead, ids", [(1, []), (2, ["data-target-misaligned/double-shift"])])
+def test_a_loss_that_leaves_out_the_first_prediction(make, ahead, ids):
+    """logits[:, 1:] against text[:, 2:] are next tokens, though the first target is two ahead of the first token."""
+    model, text = make(), torch.randint(0, VOCABULARY, (BATCH, TIME + 3))
+
+    def step():
+        scores, targets = model(text[:, :TIME])[:, 1:], text[:, 1 + ahead : TIME + ahead]
+        return F.cross_entropy(scores.reshape(-1, VOCABULARY), targets.reshape(-1))
+
+    evidence = evidence_of(model, step)
+    assert confirmed_ids(do_targets_line_up, evidence) == ids
+    assert not confirmed_ids(does_it_see_the_future, evidence)
+    assert excluded_families(does_it_see_the_future, evidence) == ([] if ids else ["attention-mask-error"])
+
+
+def test_a_loss_that_leaves_out_the_first_prediction_of_a_model_without_a_mask():
+    model, text = Transformer("fused, not causal"), torch.randint(0, VOCABULARY, (BATCH, TIME + 1))
+
+    def step():
+        scores = model(text[:, :TIME])[:, 1:].transpose(1, 2)  # (B, V, T)
+        return F.cross_entropy(scores, text[:, 2 : TIME + 1])
+
+    evidence = evidence_of(model, step)
+    assert confirmed_ids(does_it_see_the_future, evidence) == ["attention-mask-error/sees-the-future"]
+
+
 def test_an_autoencoder_through_a_bottleneck_may_have_its_input_as_target():
     model = nn.ModuleDict(
         {"tok": nn.Embedding(VOCABULARY, WIDTH), "out": nn.Linear(WIDTH, TIME * VOCABULARY)}

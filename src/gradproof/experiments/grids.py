@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence
-from gradproof.experiments.flow import Comparison, Flow
+from gradproof.experiments.flow import RESHAPES, Comparison, Flow
 from gradproof.experiments.instruments.hearing import how_far, outcome
 from gradproof.tape.operations import Operation, Ref
 
@@ -18,11 +18,16 @@ EXACT = 0.98  # of the targets are the token at some lag: but for a few that a s
 WHOLE = 0.95  # of the targets count: but for the ends of sequences
 COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little to tell apart
 UNHEARD = 1e-3  # of the change of a changed token's own prediction: less is rounding on the way
+POINTWISE = {"_log_softmax", "_softmax", "log", "mul", "div", "add", "tanh", "clone", "_to_copy", "detach"}
+CUTS = RESHAPES | {"slice", "select", "narrow"}
 
 
 @dataclass
 class Grid:
-    """A batch of token sequences (rows B, positions T) and what the loss wants at each position."""
+    """A batch of token sequences (rows B, positions T) and what the loss wants at each position.
+
+    Where a loss leaves out the first predictions, what it wants of them is `ignored`.
+    """
 
     evidence: Evidence
     comparison: Comparison
@@ -33,6 +38,7 @@ class Grid:
     vocabulary: int  # rows of the embedding
     classes: int
     ignored: int  # ignore_index
+    left_out: int  # predictions at the beginning of each row that no target is compared with
 
     @property
     def valid(self) -> Tensor:
@@ -52,9 +58,9 @@ class Grid:
         return row, int(places[len(places) // 2]) if len(places) else 0
 
     def by_position(self, rows: Tensor) -> Tensor:
-        """One number a row of the prediction, as a grid like `targets`."""
-        flat, (count, length) = rows.reshape(-1), self.targets.shape
-        return flat.reshape(length, count).T if self.time_first else flat.reshape(count, length)
+        """One number a row of the prediction, as a grid like `targets`; zero of what is left out."""
+        compared = as_grid(rows, len(self.targets), self.time_first)
+        return torch.cat([compared.new_zeros(len(compared), self.left_out), compared], 1)
 
     def share_at(self, lag: int) -> float:
         """How often the target at a position is the token `lag` positions further on; of valid targets."""
@@ -146,15 +152,58 @@ def _grid(
     count, length = rows.shape
     if length < 4 or bool((rows == rows[0]).all()):
         return None  # position numbers, or too short to tell
-    for size in (length, length - 1):
-        if targets.numel() == count * size:
-            flat = targets.reshape(-1)
-            shaped = flat.reshape(size, count).T if time_first else flat.reshape(count, size)
-            args = comparison.operation.args
-            ignored = args[4] if len(args) > 4 and isinstance(args[4], int) else -100
-            classes = evidence.slot(comparison.prediction).shape[comparison.axis]
-            return Grid(evidence, comparison, slot, rows, shaped, time_first, vocabulary, classes, ignored)
-    return None
+    if targets.numel() not in (count * length, count * (length - 1)):
+        return None
+    wanted = as_grid(targets, count, time_first)
+    first = first_position(evidence.flow, comparison, count, length, time_first)
+    if first is None or first + wanted.shape[1] > length:
+        return None
+    args = comparison.operation.args
+    ignored = args[4] if len(args) > 4 and isinstance(args[4], int) else -100
+    wanted = torch.cat([wanted.new_full((count, first), ignored), wanted], 1)
+    classes = evidence.slot(comparison.prediction).shape[comparison.axis]
+    return Grid(evidence, comparison, slot, rows, wanted, time_first, vocabulary, classes, ignored, first)
+
+
+def as_grid(values: Tensor, count: int, time_first: bool) -> Tensor:
+    """(rows, positions) of numbers that lie one behind the other, row by row or position by position."""
+    return values.reshape(-1, count).T if time_first else values.reshape(count, -1)
+
+
+def first_position(
+    flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool
+) -> int | None:
+    """Which of a network's predictions is the first that is compared: each is given the number of its position, and
+    what cuts and views do to predictions is done to these. None where they do not come one behind the other."""
+    path: list[Operation] = []
+    origin, after = None, 0
+    slot: int | None = comparison.prediction
+    while slot is not None:
+        shape = flow.tape.slots[slot].shape
+        if list(shape).count(length) == 1 and len(shape) >= 3:  # the furthest back that has an axis of time
+            origin, after = slot, len(path)
+        op = flow.maker(slot)
+        before = flow.reads(op)[0] if op is not None and flow.reads(op) else None
+        if op is None or before is None or op.writes:
+            break
+        same = op.name in POINTWISE and flow.tape.slots[before].shape == shape
+        if not same and op.name not in CUTS:
+            break
+        path.append(op)
+        slot = before
+    if origin is None:
+        return 0
+    shape = flow.tape.slots[origin].shape
+    axis = list(shape).index(length)
+    where = torch.arange(length).view(-1, *[1] * (len(shape) - 1 - axis)).expand(shape)
+    for op in reversed(path[:after]):
+        if op.name in ("view", "_unsafe_view", "reshape"):
+            where = where.reshape(flow.tape.slots[flow.makes(op)[0]].shape)
+        elif op.name in CUTS:
+            where = op.func(where, *op.args[1:], **op.kwargs)
+    found = as_grid(where.select(comparison.axis, 0), count, time_first)
+    in_order = bool((found == found[:1]).all()) and bool((found.diff(dim=1) == 1).all())
+    return int(found[0, 0]) if in_order else None
 
 
 def find_padding(rows: Tensor, front: bool = True) -> int | None:
