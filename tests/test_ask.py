@@ -284,7 +284,7 @@ def test_without_a_question_it_says_what_can_be_asked(tmp_path, healthy):
     assert all(row["possible"] for row in found.rows)
     bare = classifier(tmp_path / "bare", steps=0)
     kinds = gradproof.open(bare).ask().rows[: len(KINDS)]
-    assert [row["question"] for row in kinds if row["possible"]] == ["parting"]
+    assert [row["question"] for row in kinds if row["possible"]] == ["course", "parting"]
     assert all(row["why_not"] == "no step was recorded" for row in kinds if not row["possible"])
     with pytest.raises(UserError, match="no recorded step"):
         gradproof.open(bare).ask("gradient")

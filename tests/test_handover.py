@@ -67,6 +67,7 @@ def output(capsys, *words, code=0):
 def test_answers_are_as_their_schema_says(sick, capsys, kind):
     more = {"tensor": ["--of", "2"], "what-if": ["--change", "lr=0.1x", "--steps", "3"]}
     more |= {"parting": ["--with", sick], "line": ["--of", "test_examination.py:77"]}
+    more |= {"swap": ["--step", "2", "--with", "0"]}
     valid(output(capsys, "ask", sick, kind, "--json", *more.get(kind, [])), "answer")
 
 
@@ -133,8 +134,12 @@ def test_a_brief_tells_how_a_long_run_went_and_when_it_turned(tmp_path, capsys):
     assert main(["brief", str(long.end())]) == 0
     course = capsys.readouterr().out.partition("## How it went")[2].partition("\n\n")[0].strip().splitlines()
     assert course[3] == "- steps 300 to 599: loss 0.5 (0.5 to 0.5), lr 0.001, gradient 0.25"
-    assert course[-1] == "- the loss leaps at about step 985: 0.5 then, 7 in the end"
-    assert course[-2] == "- steps 980 to 999: loss 7 (0.5 to 7), lr 0.001 to -0.001, gradient 0.25"
+    assert course[-3] == "- the loss leaps at about step 985: 0.5 then, 7 in the end"
+    assert course[-2].startswith(
+        "- left its course: lr leaps at step 985: 0.001 before, -0.001 after (the first of 2"
+    )
+    assert course[-1] == "- left its course: loss leaps at step 985: 0.5 before, 7 after"
+    assert course[-4] == "- steps 980 to 999: loss 7 (0.5 to 7), lr 0.001 to -0.001, gradient 0.25"
     short = RunMaker(tmp_path / "short")
     for step in range(20):
         short.step(step, loss=0.5)

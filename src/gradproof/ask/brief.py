@@ -9,18 +9,21 @@ from itertools import pairwise
 import numpy as np
 
 from gradproof.ask.answer import cleaned
+from gradproof.diagnosis.course import find_departures
 from gradproof.diagnosis.curves import loss_turned
 from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.diagnosis.series import tracks
 from gradproof.diagnosis.shards import NEAR
+from gradproof.diagnosis.turned import last_swap, say_swap
 from gradproof.record.run import Run
 from gradproof.tape.label import find_specimens
 
 MOST = 5_200  # characters: less than 1,500 tokens
-LONGEST = 220
+LONGEST = 330
 # parts of a course: what comes last is looked at closely
 SHARES = (0.0, 0.01, 0.1, 0.3, 0.6, 0.8, 0.9, 0.95, 0.98, 1.0)
+FIRST = 4  # series that left their course
 LEAST_COURSE = 200  # steps: of fewer, first, last and least say it
 LINE = re.compile(r"([\w./-]+\.py):(\d+)")
 
@@ -88,13 +91,20 @@ def how_it_went(run: Run) -> Iterator[str]:
 
 
 def where_it_turned(run: Run) -> Iterator[str]:
-    """The step at which the loss leaves its course, and the file that was opened last before it."""
+    """The step at which the loss leaves its course, and the file that was opened last before it; whether that is the
+    data's doing or the weights', and what else left its course first."""
     opened = {file: int(step) for file, step in ((run.info.get("facts") or {}).get("opened") or {}).items()}
     for symptom in loss_turned(run):
         yield symptom.evidence
         before = [file for file, at in opened.items() if 0 < at <= (symptom.step or 0) + NEAR]
         for file in before[-2:]:
             yield f"{file} was first opened at step {opened[file]}"
+        if found := last_swap(run):
+            yield say_swap(found)
+        departed = find_departures(run)
+        for place, departure in enumerate(departed[:FIRST]):
+            more = f" (the first of {len(departed)}: `gradproof ask RUN course`)" if not place else ""
+            yield f"left its course: {departure}{more}"
 
 
 def part_of_course(run: Run, rows: np.ndarray) -> str:

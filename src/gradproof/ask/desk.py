@@ -102,7 +102,7 @@ class Desk:
     # -- questions -----------------------------------------------------------------------------------------------
 
     def ask(self, run: str, arguments: dict[str, Any]) -> Job:
-        if arguments.get("other"):
+        if arguments.get("other") and arguments.get("question") == "parting":  # another run
             arguments = {**arguments, "other": str(self.find(arguments["other"]))}
         return self._answer(run, "ask", arguments, f"ask {arguments.get('question', '')}".strip())
 

@@ -19,7 +19,7 @@ class Kind:
     sentence: str
     cost: str
     of: str = ""  # what --of may name; empty: nothing
-    needs: str = "specimen"  # specimen, or two runs
+    needs: str = "specimen"  # specimen, two steps, run or two runs
 
 
 KINDS = (
@@ -59,6 +59,22 @@ KINDS = (
         "a parameter, NAME.grad, a module, input, target, prediction, loss or FILE:LINE",
     ),
     Kind("line", "line", "What ran at a line, with shapes and values?", REPLAY, "FILE:LINE"),
+    Kind(
+        "course",
+        "course",
+        "What left its course, and when: loss, rates, every statistic of every tensor?",
+        READ,
+        "a tensor, a module or a column",
+        "run",
+    ),
+    Kind(
+        "swap",
+        "swap",
+        "Is it the data or the weights: two steps, each with the other's weights?",
+        REPLAY,
+        "",
+        "two steps",
+    ),
     Kind("parting", "parting", "Where do two runs part?", READ, "", "two runs"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -142,7 +142,7 @@ class OpenedRun:
     def what_can_be_asked(self) -> Answer:
         steps = self.steps
         damage = find_damage(self._file(steps[-1])) if steps else ""
-        rows = [row_of(kind, bool(steps), damage) for kind in KINDS]
+        rows = [row_of(kind, len(steps), damage) for kind in KINDS]
         rows += self._examined()
         open_ones = sum(row["possible"] for row in rows[: len(KINDS)])
         recorded = f"{len(steps)} recorded steps ({shown(steps)})" if steps else "no recorded step"
@@ -188,11 +188,12 @@ class OpenedRun:
         return replace(answer_of(question, said, known), step=known[-1])
 
 
-def row_of(kind: Kind, recorded: bool, damage: str) -> Row:
+def row_of(kind: Kind, recorded: int, damage: str) -> Row:
     row: Row = {"question": kind.name, "what": kind.sentence, "cost": kind.cost}
-    why = ""
-    if kind.needs == "specimen":
-        why = damage or ("" if recorded else "no step was recorded")
+    wanted = {"specimen": 1, "two steps": 2}.get(kind.needs, 0)
+    why = damage if wanted else ""
+    if not why and recorded < wanted:
+        why = "only one step was recorded" if recorded else "no step was recorded"
     row["possible"] = not why
     if kind.of:
         row["of"] = kind.of

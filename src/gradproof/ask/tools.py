@@ -6,6 +6,8 @@ from gradproof.experiments.instruments.arms import is_known as is_known
 from gradproof.experiments.instruments.digits import against_float64 as against_float64
 from gradproof.experiments.instruments.digits import swallowed_updates as swallowed_updates
 from gradproof.experiments.instruments.source import lines_behind as lines_behind
+from gradproof.experiments.instruments.swap import describe_swap as describe_swap
+from gradproof.experiments.instruments.swap import swap as swap
 from gradproof.experiments.instruments.update import at_work as at_work
 from gradproof.experiments.instruments.update import is_by_hand as is_by_hand
 from gradproof.experiments.instruments.update import named_parameters as named_parameters

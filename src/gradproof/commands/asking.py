@@ -34,7 +34,13 @@ def add_ask(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--steps", type=int, default=24, help="for what-if: steps to train (default: 24)")
     parser.add_argument("--part", metavar="SLICE", default="", help="for tensor: e.g. 0:4,2")
-    parser.add_argument("--with", dest="other", metavar="RUN", default="", help="for parting: the other run")
+    parser.add_argument(
+        "--with",
+        dest="other",
+        metavar="RUN|STEP",
+        default="",
+        help="parting: the other run; swap: an earlier step",
+    )
     parser.add_argument("--cursor", type=int, default=0, help="where a long list goes on")
     parser.add_argument("--most", type=int, default=4000, help="characters of an answer (default: 4000)")
     parser.add_argument("--json", action="store_true", help="the same as data (schema gradproof/answer/1)")

@@ -63,6 +63,7 @@ def examine_now(run: Path, args: argparse.Namespace, limit: float | None) -> int
     from gradproof.examination.examiner import known_questions
     from gradproof.examination.parted import do_again
     from gradproof.examination.process import WorkerProcess
+    from gradproof.examination.turned import swap_around_the_turn
     from gradproof.report.text import render_text, wants_color
 
     end = time.monotonic() + limit if limit is not None else None
@@ -84,6 +85,7 @@ def examine_now(run: Path, args: argparse.Namespace, limit: float | None) -> int
     if not args.only and not args.step and not stopped:
         with closing(WorkerProcess(is_over)) as worker:
             do_again(run, worker)
+            swap_around_the_turn(run, worker)
     print("\r\x1b[2K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
     print(render_text(diagnose(run), wants_color()), end="")
     return 0

@@ -51,6 +51,9 @@ PROOFS = (
     "statistics_left_behind",
     # the calls of a sampler
     "sampler_stays",
+    # recorded steps replayed with each other's weights
+    "turned_by_the_data",
+    "one_tensor_spoilt",
 )
 # Read off the record as well, but with room for another meaning: likely. They are no consequences of another problem,
 # and stay as grave as they are beside one that is proven.

@@ -34,6 +34,7 @@ from gradproof.diagnosis.returns import average_stays, weights_put_back
 from gradproof.diagnosis.said import libraries_said
 from gradproof.diagnosis.series import tracks
 from gradproof.diagnosis.shards import leaps_at_a_file
+from gradproof.diagnosis.turned import turned_by
 from gradproof.record.run import Run, Table
 from gradproof.record.schema import STATISTICS
 
@@ -375,6 +376,7 @@ SYMPTOMS = (
     loss_spike,
     loss_turned,
     leaps_at_a_file,
+    turned_by,
     gradient_flow,
     dead_units,
     update_ratio,

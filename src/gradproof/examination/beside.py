@@ -16,6 +16,7 @@ from gradproof.examination.examiner import ALL, Examiner, Locked, read_shelf
 from gradproof.examination.parted import do_again
 from gradproof.examination.process import WorkerProcess
 from gradproof.examination.pulse import Pulse
+from gradproof.examination.turned import swap_around_the_turn
 from gradproof.examination.worker import stand_back
 from gradproof.experiments.table import COSTS, Question
 from gradproof.record.door import Damaged, read_json
@@ -61,6 +62,7 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
                 if ended and examiner.share < ALL:
                     examiner.share = ALL
                     examiner.ask_again_what_had_to_wait()
+                    swap_around_the_turn(run, examiner.workers[0])
                 examiner.threads = 1 if not ended else max(1, cores // lanes)
                 shared = not ended and any(shelved.device != "cpu" for shelved in shelf)
                 left = examiner.ask_all(

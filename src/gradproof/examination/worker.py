@@ -119,6 +119,16 @@ class Worker:
                 break
         return found
 
+    def swap(self, early: list[str], late: list[str]) -> dict[str, Any]:
+        """Whether the loss of late steps is their data's or their weights', by those of early steps."""
+        from gradproof.experiments.evidence import Evidence
+        from gradproof.experiments.instruments.swap import describe_swap, swap
+        from gradproof.tape.specimen import load
+
+        sides = [[Evidence(load(path, "cpu")) for path in side] for side in (early, late)]
+        set_threads(sides[0][0].specimen, 0)
+        return describe_swap(swap(*sides))
+
     def _evidence_of(self, path: str, device: str | None) -> Any:
         room = share_of_gpu(Path(path), device, self._share)
         if path not in self._evidence:
@@ -199,7 +209,9 @@ def answer_to(worker: Worker, request: dict[str, Any]) -> str:
     """The answer as it travels: one line of JSON."""
     from gradproof.record.schema import json_line
 
-    calls: dict[str, Callable[..., dict[str, Any]]] = {"extras": worker.extras, "again": worker.again}
+    calls: dict[str, Callable[..., dict[str, Any]]] = {
+        "extras": worker.extras, "again": worker.again, "swap": worker.swap,
+    }  # fmt: skip
     call = calls.get(request.pop("what"), worker.ask)
     try:
         return json_line(call(**request))

@@ -168,7 +168,7 @@ def add_questions(server: MCPServer, desk: Desk, wait: float) -> None:
             return await answered(lambda: desk.ask(run, request), context, wait)
 
     for kind in KINDS:
-        if kind.name not in ("what-if", "tensor", "parting"):
+        if kind.name not in ("what-if", "tensor", "parting", "swap"):
             add_plain(kind.name)
 
     @tool("tensor")
@@ -199,6 +199,18 @@ def add_questions(server: MCPServer, desk: Desk, wait: float) -> None:
         run: RunName, other: RunName, context: Context, step: Step = None, cursor: Cursor = 0
     ) -> dict[str, Any]:
         request = {"question": "parting", "step": step, "other": other, "cursor": cursor}
+        return await answered(lambda: desk.ask(run, request), context, wait)
+
+    @tool("swap")
+    async def swap(
+        run: RunName,
+        context: Context,
+        step: Step = None,
+        early: Annotated[int | None, Field(description="a recorded step from before", ge=0)] = None,
+        cursor: Cursor = 0,
+    ) -> dict[str, Any]:
+        other = "" if early is None else str(early)
+        request = {"question": "swap", "step": step, "other": other, "cursor": cursor}
         return await answered(lambda: desk.ask(run, request), context, wait)
 
 

@@ -81,6 +81,11 @@ class Frames(Sequence[Frame]):
     def steps(self) -> np.ndarray:
         return np.array([step for step, _, _ in self._places], dtype=np.int64)
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many tensors each frame has."""
+        return np.array([rows for _, _, rows in self._places], dtype=np.int64)
+
     def __len__(self) -> int:
         return len(self._places)
 

@@ -339,6 +339,14 @@ EVENTS: dict[str, Shape] = {
             **{"place": list_of(whole), "bits": list_of(whole), "was": number, "now": number},
         },
     ),
+    "swapped": record(
+        {"blame": one_of(("data", "weights", "both", "neither", ""))},
+        {
+            **{"turned": whole, "early": list_of(whole), "late": list_of(whole), "why": text, "spoilt": name},
+            "losses": map_of(number),
+            "put_back": list_of(record({"part": name, "loss": number, "share": number})),
+        },
+    ),
     "trial": record(
         {"id": name, "words": name, "step": whole, "before": number, "after": number, "helped": flag}
     ),

@@ -221,7 +221,18 @@ CAUSES = (
             ),
             ("weights-of-classes", "give the sampler a weight for each sample: class_weights[labels]"),
             ("weights-without-effect", "draw with replacement=True"),
+            (
+                "changed-on-the-way",
+                "hold a batch from after the turn against one from before it (`gradproof ask RUN fed --step N` for "
+                "each): files, ranges, classes, what was done to them; if they are harder by design, nothing is wrong",
+            ),
         ),
-        raised_by=("loss_oscillating", "ranks_see_the_same", "few_rows_drawn", "workers_draw_alike"),
+        raised_by=(
+            "loss_oscillating",
+            "ranks_see_the_same",
+            "few_rows_drawn",
+            "workers_draw_alike",
+            "turned_by_the_data",
+        ),
     ),
 )

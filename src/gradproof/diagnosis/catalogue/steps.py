@@ -265,6 +265,11 @@ CAUSES = (
                 "go on from a checkpoint before this step, or clear the optimizer's state; then find who wrote it: "
                 "compiled code in this process, the machine's memory, or how the state was saved and put together",
             ),
+            (
+                "one-tensor-spoilt",
+                "go on from a checkpoint before this step (`gradproof checkpoint RUN --step N` writes one); then find "
+                "who wrote into it: code that changes or loads this tensor, compiled code, the machine's memory",
+            ),
             ("optimizer-state-lost", "save and load optimizer.state_dict() with the model's"),
             ("optimizer-remade", "make the optimizer once, before the loop"),
             (
@@ -285,6 +290,7 @@ CAUSES = (
             ("average", "average = decay * average + (1 - decay) * weights"),
         ),
         raised_by=(
+            "one_tensor_spoilt",
             "loads_itself",
             "loads_overwritten",
             "keys_do_not_fit",

@@ -1,0 +1,73 @@
+"""Where the loss has turned: were it the data or the weights? Steps recorded before and after it say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradproof.diagnosis.curves import loss_turned
+from gradproof.errors import UserError
+from gradproof.examination.examiner import LONGEST_ANSWER, Asks, Shelved, note, read_shelf
+from gradproof.examination.process import WorkerLost
+from gradproof.record.run import open_run, read_events
+from gradproof.record.schema import EXAMINATION_FILE
+
+SEVERAL = 3  # steps of each side: one batch may be an odd one
+LARGE = 64 << 20  # bytes of a step: of large ones, one of each side
+APART = 0.02  # of the run before the turn: where it begins is not known to the step
+
+
+def swap_around_the_turn(run: Path, worker: Asks) -> None:
+    """If the loss has turned, and steps before and after it were kept; written into the run."""
+    turned = next(iter(loss_turned(open_run(run))), None)
+    if turned is None or turned.step is None:
+        return
+    early, late = around(read_shelf(run), turned.step)
+    steps = [[shelved.step for shelved in side] for side in (early, late)]
+    if not early or not late or was_done(run, steps):
+        return
+    paths = [[str(shelved.path) for shelved in side] for side in (early, late)]
+    try:
+        found = worker.ask(LONGEST_ANSWER, what="swap", early=paths[0], late=paths[1])
+    except WorkerLost as lost:
+        found = {"error": str(lost)}
+    if "error" in found:
+        found = {"blame": "", "why": f"the steps could not be replayed: {found['error']}"}
+    note(run, "swapped", turned=turned.step, early=steps[0], late=steps[1], **found)
+
+
+def around(shelf: list[Shelved], turned: int) -> tuple[list[Shelved], list[Shelved]]:
+    """Some steps from before a turn, and some from after it: the nearest ones, and the last of all."""
+    early = [shelved for shelved in shelf if shelved.step < (1 - APART) * turned]
+    late = [shelved for shelved in shelf if shelved.step > turned]
+    count = 1 if any(shelved.bytes > LARGE for shelved in shelf) else SEVERAL
+    return early[-count:], [*late[: count - 1], *late[count - 1 :][-1:]]
+
+
+def was_done(run: Path, steps: list[list[int]]) -> bool:
+    events = (event for event in read_events(run / EXAMINATION_FILE, []) if event["event"] == "swapped")
+    return any([event["early"], event["late"]] == steps for event in events)
+
+
+def steps_to_swap(
+    shelf: list[Shelved], turned: int | None, late: int | None, early: str
+) -> list[list[Shelved]]:
+    """For who asks: around the turn, or the steps that are named; UserError says what is missing."""
+    if early and not early.isdecimal():
+        raise UserError(f"with which step? --with takes the number of a recorded one, not {early!r}")
+    known = {shelved.step: shelved for shelved in shelf}
+    listed = ", ".join(map(str, sorted(known))) or "none"
+    if early or (late is not None and turned is None):
+        for wanted in (late, int(early or -1)):
+            if wanted not in known:
+                raise UserError(
+                    f"two recorded steps are exchanged: --step LATE --with EARLY; there are {listed}"
+                )
+        return [[known[int(early)]], [known[late]]]  # type: ignore[index]
+    if turned is None:
+        raise UserError(
+            f"the loss does not turn: name two steps, --step LATE --with EARLY; there are {listed}"
+        )
+    sides = around(shelf, turned)
+    if not all(sides):
+        raise UserError(f"the loss turns at step {turned}, and only one side of it was recorded: {listed}")
+    return [sides[0], [known[late]] if late in known else sides[1]]
