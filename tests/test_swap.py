@@ -35,6 +35,11 @@ for step in range({STEPS}):
         with torch.no_grad():
             model[2].weight[3, 7] += 100.0
             optimizer.param_groups[0]["lr"] = 1e-6
+    if {TURN} <= step < {TURN} + 3 and kind == "odd batches":
+        y = y.roll(1)
+    if step == {TURN} and kind == "comes back":
+        with torch.no_grad():
+            model[2].weight[3, 7] += 100.0
     if step == {TURN} and kind == "all":
         with torch.no_grad():
             for p in model.parameters():
@@ -88,6 +93,20 @@ def test_a_turn_is_the_datas_or_one_tensors(runs, kind, id):
     swap_around_the_turn(path, Here())  # once is enough
     assert (path / "examination.jsonl").read_text().splitlines() == events
     assert sum(json.loads(line)["event"] == "swapped" for line in events) == 1
+
+
+def test_a_spike_that_passes_is_one_tensors_or_its_batches(runs):
+    path = runs("comes back")
+    swap_around_the_turn(path, Here())
+    (finding,) = [cause for cause in diagnose(path).causes if cause.family == "weights-state-error"]
+    assert finding.level == "problem" and finding.where.startswith("2.weight")
+    path = runs("odd batches")
+    before = {cause.id for cause in diagnose(path).causes}
+    swap_around_the_turn(path, Here())
+    found = diagnose(path)
+    assert "lr-too-high/spike" in before - {cause.id for cause in found.causes}
+    assert any(symptom.name == "odd_batch" for symptom in found.symptoms)
+    assert not any(cause.id.endswith("changed-on-the-way") for cause in found.causes)
 
 
 def test_where_all_weights_are_to_blame_none_is_named(runs):

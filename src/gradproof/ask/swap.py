@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.tools import Evidence, describe_swap, swap
-from gradproof.diagnosis.curves import loss_turned
+from gradproof.diagnosis.curves import leap_to_look_into
 from gradproof.diagnosis.turned import say_swap
 from gradproof.examination.examiner import read_shelf
 from gradproof.examination.turned import steps_to_swap
@@ -18,8 +18,8 @@ NEXT = {
 
 
 def answer(asked: Asked) -> Answer:
-    turned = next((symptom.step for symptom in loss_turned(asked.run)), None)
-    sides = steps_to_swap(read_shelf(asked.run.path), turned, asked.step, asked.other)
+    leap = leap_to_look_into(asked.run)
+    sides = steps_to_swap(read_shelf(asked.run.path), leap, asked.step, asked.other)
     found = swap(*([Evidence(load(shelved.path)) for shelved in side] for side in sides))
     kept = {**describe_swap(found), "early": found.early, "late": found.late}
     rows: tuple[Row, ...] = tuple(
@@ -32,7 +32,7 @@ def answer(asked: Asked) -> Answer:
         f"{said[0].upper()}{said[1:]}.",
         "proven" if found.blame else "undecided",
         step=found.late[0],
-        numbers={"loss_turns_at": turned, **kept["losses"]},
+        numbers={"loss_leaps_at": leap[0] if leap else None, **kept["losses"]},
         rows=rows,
         not_looked_at=(
             "what random numbers, other settings and code outside of the recorded steps have done",

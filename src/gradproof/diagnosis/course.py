@@ -140,13 +140,15 @@ def bundle_of(run: Run, places: list[int]) -> Bundle:
     frames = [run.frames[place] for place in places]
     steps = np.array([frame.step for frame in frames])
     names, columns = [], []
+    shape_of = {tensor["name"]: tensor["shape"] for tensor in run.tensors if tensor.get("shape")}
     for statistic in (*SIZES, *SHARES):
         values = np.stack([frame.values[:, STATISTICS.index(statistic)] for frame in frames])
         for row in np.flatnonzero(np.isfinite(values).all(axis=0)):
             tensor = run.tensors[int(frames[0].numbers[row])]
-            names.append((f"{tensor['kind'].replace('_', ' ')} {tensor['name']}", statistic))
-            entries = max(1, math.prod(tensor.get("shape") or [1])) if statistic == "zero" else 1
-            columns.append(values[:, row] / entries)
+            entries = math.prod(shape_of.get(tensor["name"]) or [0]) if statistic == "zero" else 1
+            if entries:  # zeros are counted
+                columns.append(values[:, row] / entries)
+                names.append((f"{tensor['kind'].replace('_', ' ')} {tensor['name']}", statistic))
     moving = [place for place, column in enumerate(columns) if np.ptp(column) > 0]
     values = np.stack([columns[place] for place in moving], axis=1) if moving else np.empty((len(steps), 0))
     return Bundle(steps, [names[place] for place in moving], values)

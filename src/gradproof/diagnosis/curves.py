@@ -9,6 +9,7 @@ import numpy as np
 from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.places import facts
 from gradproof.diagnosis.series import Track, spikes, tracks, trend, turn
+from gradproof.diagnosis.turned import is_of_its_batch
 from gradproof.record.run import Run
 
 BACK = 1.2  # times its start: where a loss that has leapt to twice that or more is taken to be back
@@ -117,6 +118,15 @@ def loss_turned(run: Run) -> Iterator[Symptom]:
             yield Symptom("loss_turned", "note", text, step)
 
 
+def leap_to_look_into(run: Run) -> tuple[int, bool] | None:
+    """(the step, whether it was a passing thing): where the loss turned for good, or else its highest spike."""
+    for symptom in loss_turned(run):
+        return int(symptom.step or 0), False
+    for symptom in loss_spike(run):
+        return int(symptom.step or 0), True
+    return None
+
+
 def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
     """A loss that falls, but by so little that nobody would call it training."""
     for track in () if facts(run, "policy_loss") else tracks(run):
@@ -170,7 +180,9 @@ def loss_spike(run: Run) -> Iterator[Symptom]:
             text = f"the loss jumps to {value:.4g} from {usual:.4g}" + (
                 f", one of {len(found)} spikes" if len(found) > 1 else ""
             )
-            calm = rate_was_higher(track, int(np.searchsorted(track.steps, step)))
+            calm = rate_was_higher(track, int(np.searchsorted(track.steps, step))) or is_of_its_batch(
+                run, step
+            )
             yield of_track(track, "loss_spike", "note", text, () if calm else ("lr-too-high/spike",), step)
 
 

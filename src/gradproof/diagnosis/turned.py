@@ -33,13 +33,21 @@ def say_swap(found: dict[str, Any]) -> str:
     )
 
 
+def is_of_its_batch(run: Run, step: int) -> bool:
+    """Whether a spike is one for other weights, too: no step was too long, the batch is an odd one."""
+    found = last_swap(run)
+    return found is not None and found["blame"] == "data" and found.get("turned") == step
+
+
 def turned_by(run: Run) -> Iterator[Symptom]:
     """The data, as a warning, for harder ones may come by design; one tensor that alone brings it back is a problem."""
     found = last_swap(run)
     if found is None:
         return
     step = found.get("turned")
-    if found["blame"] == "data":
+    if found["blame"] == "data" and found.get("passing"):
+        yield Symptom("odd_batch", "note", say_swap(found), step)
+    elif found["blame"] == "data":
         suspects = ("data-order-or-sampling/changed-on-the-way",)
         yield Symptom("turned_by_the_data", "warning", say_swap(found), step, None, suspects)
     elif found["blame"] == "weights":

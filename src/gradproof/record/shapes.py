@@ -342,7 +342,14 @@ EVENTS: dict[str, Shape] = {
     "swapped": record(
         {"blame": one_of(("data", "weights", "both", "neither", ""))},
         {
-            **{"turned": whole, "early": list_of(whole), "late": list_of(whole), "why": text, "spoilt": name},
+            **{
+                "turned": whole,
+                "passing": flag,
+                "early": list_of(whole),
+                "late": list_of(whole),
+                "why": text,
+                "spoilt": name,
+            },
             "losses": map_of(number),
             "put_back": list_of(record({"part": name, "loss": number, "share": number})),
         },
