@@ -176,6 +176,22 @@ def test_clip_of_other_parameters(tmp_path, whole):
     assert whole or found.confidence == "proven"
 
 
+@pytest.mark.parametrize("clipped", ["second", "neither"])
+def test_a_clip_may_be_for_the_second_optimizer_that_steps(clipped, tmp_path):
+    tables, dense, x = nn.Embedding(9, 4), nn.Linear(4, 1), torch.arange(9)
+    chosen = {"second": dense, "neither": nn.Linear(4, 1)}[clipped]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (tables, dense)]
+    with gradproof.watch(nn.ModuleList([tables, dense]), out=tmp_path / "run", experiments=False):
+        for _ in range(20):
+            dense(tables(x)).square().mean().backward()
+            nn.utils.clip_grad_norm_(chosen.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = {cause.id for cause in gradproof.diagnose(tmp_path / "run").causes}
+    assert ("grad-clip-misuse/wrong-parameters" in found) == (clipped == "neither")
+
+
 def train_masters(path, masters_of, clipped_of, clear=True, steps=12):
     """A bfloat16 model whose gradients are clipped and copied to float32 masters, which the optimizer steps."""
     torch.manual_seed(0)

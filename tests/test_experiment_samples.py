@@ -102,6 +102,28 @@ def test_rows_that_may_be_one_series_are_a_note():
     assert (found.level, found.confidence) == ("note", "possible")
 
 
+class Forecaster(nn.Module):
+    """A prediction for every hour of every series: the shapes do not tell which axis is which."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(1, 7), nn.Linear(7, 1)
+
+    def forward(self, x):
+        return self.out(self.rnn(x.unsqueeze(-1))[0]).squeeze(-1)
+
+
+@pytest.mark.parametrize("case, level", [("time first", "note"), ("batch first", "problem"), ("noise", "note")])
+def test_of_two_axes_the_smooth_one_is_time(case, level):
+    model, hours = Forecaster(), torch.arange(48.0)
+    series = torch.sin(hours[:, None] / 4 + 7 * torch.rand(24)) + 0.1 * torch.randn(48, 24)
+    x = {"time first": series, "batch first": series.T, "noise": torch.randn(48, 24)}[case]
+    evidence = evidence_of(model, lambda: F.mse_loss(model(x), x.roll(-1, 0)))
+    (found,) = [v for v in are_samples_independent(evidence) if v.id]
+    assert found.id.endswith("batch-first")
+    assert (found.level, found.confidence) == (level, "possible" if level == "note" else "proven")
+
+
 @pytest.mark.parametrize("model", [Net(), Net(lambda h: F.normalize(h, dim=1)), Net(lambda h: h.softmax(1))])
 def test_independent_samples_are_excluded(model):
     assert excluded_families(are_samples_independent, classify(model)) == ["axis-or-shape-error"]

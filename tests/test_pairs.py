@@ -88,3 +88,29 @@ def test_padded_targets_that_are_sorted_alone_are_still_seen(tmp_path):
 
     data = TensorDataset(torch.randn(64, 6), torch.arange(64) % 3)
     assert "data-target-misaligned/pairs-change" in diagnosed(tmp_path / "a", data, padded, loss=spoken)
+
+
+def test_targets_that_are_padded_to_the_longest_of_each_batch_are_the_same_targets(tmp_path):
+    """Each batch pads to another length, with another number than zero."""
+    lengths = torch.randint(2, 60, (64,))
+
+    def padded(batch, value, shift=0):
+        width = max(int(lengths[int(i)]) for _, i in batch)
+        target = torch.full((len(batch), width), value)
+        for row, (_, i) in enumerate(batch):
+            target[row, : lengths[int(i)]] = (int(i) + shift + torch.arange(int(lengths[int(i)]))) % 3
+        return torch.stack([x for x, _ in batch]), target
+
+    def spoken(model, x, y):
+        return nn.functional.cross_entropy(model(x), y[:, 0])
+
+    data = TensorDataset(torch.randn(64, 6), torch.arange(64))
+    for value in (-1, -100, 0):
+        path = tmp_path / f"padded{value}"
+        assert not diagnosed(path, data, lambda batch, v=value: padded(batch, v), loss=spoken)
+
+    def another(batch):
+        return padded(batch, -1, int(torch.randint(0, 3, ())))
+
+    found = diagnosed(tmp_path / "others", data, another, loss=spoken)
+    assert "data-target-misaligned/pairs-change" in found

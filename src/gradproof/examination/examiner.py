@@ -7,6 +7,7 @@ goes on where it was, and a question that cost a worker its life costs nothing e
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -143,6 +144,7 @@ class Examiner:
         self._later: dict[tuple[str, int], str] = {}  # (question, step) -> why it had to wait
         self.share = ALL  # of a GPU's free memory, for all workers together
         self._suspicion: list[str] = []
+        self._urgent: set[tuple[str, int]] = set()  # (family, step) of what the record shows to be a problem
         self._suspected_at = -SUSPICION_LASTS
         self.on_progress: Callable[[dict[str, Any]], None] | None = None
         self._remember(again)
@@ -167,7 +169,10 @@ class Examiner:
             self._events.write("table", questions=[question.as_data() for question in QUESTIONS])
 
     def jobs(self) -> list[Job]:
-        """What is left to ask, in order: of each specimen, what is suspected and cheap first."""
+        """What is left to ask, in order: of each specimen, what is suspected and cheap first.
+
+        Before all others: of the very step at which the record shows a problem, what may be its cause.
+        """
         shelf = [s for s in read_shelf(self.run) if not self._steps or s.step in self._steps]
         for shelved in shelf:
             if shelved.step not in self._known:
@@ -177,12 +182,16 @@ class Examiner:
         newest: dict[str, int] = {}  # question -> the last step that it was asked about
         for asked, step in self._asked:
             newest[asked] = max(step, newest.get(asked, 0))
-        return [
+        found = [
             Job(question, shelved, self._seen_before(question, shelved, shelf, newest))
             for shelved in by_worth(shelf)
             for question in order
             if self._is_open(question, shelved)
         ]
+        return sorted(found, key=lambda job: not self._is_urgent(job))
+
+    def _is_urgent(self, job: Job) -> bool:
+        return any((family, job.specimen.step) in self._urgent for family in job.question.families)
 
     def _is_open(self, question: Question, shelved: Shelved) -> bool:
         if self._only and question.name not in self._only:
@@ -231,6 +240,12 @@ class Examiner:
             return []
         grave = sorted(symptoms, key=lambda s: ("problem", "warning", "note").index(s.level))
         self._suspicion = [suspect for symptom in grave for suspect in symptom.suspects]
+        self._urgent = {
+            (suspect.partition("/")[0], symptom.step)
+            for symptom in symptoms
+            if symptom.level == "problem" and symptom.step is not None
+            for suspect in symptom.suspects[:1]
+        }
         return self._suspicion
 
     def ask_all(self, until: Callable[[], bool] = lambda: False, guest: Guest | None = None) -> int:
@@ -240,7 +255,7 @@ class Examiner:
             if not waiting:
                 return 0
             here = waiting[0].specimen
-            batch = [job for job in waiting if job.specimen == here]
+            batch = list(itertools.takewhile(lambda job: job.specimen == here, waiting))
             others = len(waiting) - len(batch)
             if not self._ask_batch(batch, others, until, guest):
                 return len(self.jobs())

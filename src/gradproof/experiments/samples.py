@@ -50,6 +50,7 @@ NAME_THE_AXIS = "name the axis of the features or classes (dim=-1 or dim=1), not
 ATTENDS = ("bmm", "mm", "baddbmm", "matmul", *FUSED_ATTENTION)
 WALK = VIEWS | {"clamp_min", "clamp", "add", "sqrt", "div", "mul", "rsqrt", "exp", "sub"}
 WALKED = 12  # operations from a division back to the norm that it is by
+SMOOTH, ROUGH = 0.6, 0.85  # of the distance of any two cells: neighbours in time, and neighbours in a shuffled batch
 MOST_ROWS = 1_000_000  # of a folded target: more take too long to count
 LOUD = 0.25  # of the largest change: what a batch norm carries to other samples is less
 
@@ -118,7 +119,7 @@ def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -
     if kind in RECURRENT or kind in ATTENTION or "rnn" in op.name or "lstm" in op.name:
         if any(other.name == "_pack_padded_sequence" for other in evidence.forward):
             return  # time steps of all samples lie in one column
-        series = is_one_sequence(evidence, call)
+        series = is_one_sequence(evidence, call) or not is_told_from_time(evidence, call)
         yield confirmed(
             f"{FAMILY}/batch-first",
             line,
@@ -149,6 +150,28 @@ def is_one_sequence(evidence: Evidence, call: ModuleCall | None) -> bool:
     """Whether a recurrence is given no batch, or a batch of one: its rows may well be one series."""
     shape = evidence.slot(call.inputs[0]).shape if call is not None and call.inputs else ()
     return len(shape) == 2 or 1 in shape[:2]
+
+
+def is_told_from_time(evidence: Evidence, call: ModuleCall | None) -> bool:
+    """Whether the first axis is known to be the batch's: by targets for each sample, by texts, or by the data.
+
+    Where each cell of both axes has a prediction of its own, either may be time; a series is smooth along it.
+    """
+    if call is None or not call.inputs or next_token_grid(evidence) is not None:
+        return True
+    cells = evidence.slot(call.inputs[0]).shape[:2]
+    if not any(evidence.slot(slot).shape[:2] == cells for slot in predictions_of(evidence.flow)):
+        return True
+    given = (evidence.tape.leaf_value(slot) for slot in evidence.flow.inputs if evidence.slot(slot).shape[:2] == cells)
+    rough = [[roughness(x, axis) for axis in (0, 1)] for x in given if x.is_floating_point()]
+    return any(second < SMOOTH and first > ROUGH for first, second in rough)
+
+
+def roughness(x: Tensor, axis: int) -> float:
+    """How far neighbours along an axis are apart, against any two cells of it: 1 for rows that were shuffled."""
+    x = x.double().nan_to_num()
+    near, any_two = (x - x.roll(1, axis)).norm(), math.sqrt(2) * (x - x.mean(axis, keepdim=True)).norm()
+    return float(near / any_two) if float(any_two) else 1.0
 
 
 def _reduction_behind(flow: Flow, op: Operation) -> Operation | None:

@@ -23,6 +23,7 @@ MOST_BATCHES = 600
 FEWEST = 20  # samples that came again, before it is said
 ENOUGH = 400  # samples that came again
 MOST_SAMPLES = 20_000
+PADDING = (0, -1, -100)  # what stands behind the end of a target
 COLUMNS = 4096  # of a sample that its fingerprint looks at
 
 
@@ -62,7 +63,7 @@ class Pairs:
     """The samples of one data set, by fingerprint, with the target that each had first and the rows it came among."""
 
     def __init__(self) -> None:
-        self.first: dict[float, tuple[float, frozenset[int]]] = {}
+        self.first: dict[float, tuple[list[float], frozenset[int]]] = {}  # a print for each padding
         self.batches = self.again = self.other = 0
         self.seen = self.alike = 0  # samples, and those of which a batch held two
         self.drawn = False
@@ -87,7 +88,8 @@ class Pairs:
         if len(tensors) < 2 or size < 2:
             return False
         given = sum(fingerprints(part) * (index + 1) for index, part in enumerate(tensors[:-1]))
-        samples, answers = given.tolist(), fingerprints(tensors[-1]).tolist()  # type: ignore[union-attr]
+        samples = given.tolist()  # type: ignore[union-attr]
+        answers = torch.stack([fingerprints(tensors[-1], padding) for padding in PADDING], 1).tolist()
         self.seen += size
         self.drawn = self.drawn or asks_here_and_there(tensors[-1])
         self.alike += size - len(set(samples))
@@ -95,7 +97,7 @@ class Pairs:
             before, rows_before = self.first.get(sample, (answer, frozenset()))
             if among & rows_before and samples.count(sample) == 1:  # one row, twice; not two that are alike
                 self.again += 1
-                self.other += before != answer
+                self.other += not any(one == two for one, two in zip(before, answer, strict=True))
             elif len(self.first) < MOST_SAMPLES:
                 self.first.setdefault(sample, (answer, among))
         return self.other > 0
@@ -111,8 +113,8 @@ def asks_here_and_there(target: Tensor) -> bool:
     return bool((runs > 1).any())
 
 
-def fingerprints(part: Tensor) -> Tensor:
-    """One number for each row, whatever padding it has at its end."""
-    rows = part.detach().reshape(len(part), -1)[:, :COLUMNS].double()
+def fingerprints(part: Tensor, padding: int = 0) -> Tensor:
+    """One number for each row, however much padding it has at its end."""
+    rows = part.detach().reshape(len(part), -1)[:, :COLUMNS].double() - padding
     weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device=rows.device) ** 2)
     return torch.nan_to_num((rows * weights).cumsum(1)[:, -1])  # the same sum, whatever zeros follow

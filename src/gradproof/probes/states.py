@@ -149,31 +149,49 @@ def note_clip(session: Session, parameters: Iterable[Tensor]) -> None:
 
 
 def clip_coverage(session: Session, stack: ExitStack, chosen: Callable[[Any], bool]) -> None:
-    """Of the parameters that a step changes, how many the clip before it was given."""
+    """Of the parameters that a step changes, how many the clip before it was given.
+
+    A clip may be meant for the second optimizer that steps: one that changes nothing of what was clipped counts only
+    if none does before the next clip.
+    """
     facts = session.facts.setdefault(
         "clip", {"steps": 0, "given": 0, "stepped": 0, "foreign": 0, "copies": 0}
     )
     refuted = False  # once what is stepped is no copy of what is clipped, it never was
+    passed: tuple[Living, int] | None = None  # what was clipped, and tensors of a step that has changed none of it
 
     def look(optimizer: Optimizer) -> bool:
         if session.owner.elsewhere():
             return False
         look_at_clip(optimizer)
-        return True
+        return passed is None
 
     def look_at_clip(optimizer: Optimizer) -> None:
-        nonlocal refuted
+        nonlocal refuted, passed
         if "sharded" not in session.facts:  # each rank then holds another part of every tensor
             every = [p for group in optimizer.param_groups for p in group["params"]]
             flat = any(getattr(p, "_is_flat_param", False) for p in every)  # FSDP1
             session.facts["sharded"] = flat or any(hasattr(p, "to_local") for p in every)
         given = session.facts.pop("_clipped", None)
+        if given is not None:
+            passed = None
+        elif passed is not None:
+            given = passed[0]
         if given is None or facts["steps"] >= 50 or not chosen(optimizer):
             return
         if session.facts["sharded"] and not any(hasattr(p, "to_local") for p in given):
             return  # the parts of parameters that lie here: other tensors, and the same memory
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         missed = [p for p in stepped if p not in given]
+        if passed is not None:
+            if len(missed) == len(stepped):
+                return
+            facts["steps"] -= 1
+            facts["stepped"] -= passed[1]
+            facts["foreign"] -= len(given)
+            passed = None
+        elif stepped and len(missed) == len(stepped):
+            passed = given, len(stepped)
         if missed and not refuted and not is_recorded():
             facts["copies"] += len(missed)
             if facts["steps"] in LOOKS and not _are_copies(missed, list(given)):
