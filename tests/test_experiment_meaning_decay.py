@@ -11,8 +11,8 @@ from gradproof.experiments.meaning import does_the_optimizer_do_what_was_meant
 class Shrinking(torch.optim.Optimizer):
     """Decoupled decay by hand; `by_rate` as AdamW has it, without as it is often written."""
 
-    def __init__(self, parameters, by_rate):
-        super().__init__(parameters, {"lr": 0.01, "weight_decay": 0.1})
+    def __init__(self, parameters, by_rate, lr=0.01, decay=0.1):
+        super().__init__(parameters, {"lr": lr, "weight_decay": decay})
         self.by_rate = by_rate
 
     @torch.no_grad()
@@ -40,6 +40,17 @@ def test_a_decay_that_forgets_the_learning_rate():
     said = train(lambda parameters: Shrinking(parameters, by_rate=False))
     assert ids(said) == {"optimizer-config/shrinks"}
     assert "10 %" in said[-1].evidence[0] and "test_experiment_meaning_decay.py" in said[-1].where
+
+
+@pytest.mark.parametrize("by_rate, lr", [(False, 1e-6), (False, 1e-2), (True, 1e-6)])
+def test_a_decay_that_stays_when_the_rate_has_fallen(by_rate, lr):
+    """0.03 % a step is nothing beside steps of a hundredth, and all there is beside steps of a millionth."""
+    said = train(lambda parameters: Shrinking(parameters, by_rate, lr, 3e-4))
+    if by_rate or lr > 1e-3:
+        assert not ids(said) and any(v.verdict == "excluded" and "times what it adds" in v.reason for v in said)
+    else:
+        assert ids(said) == {"optimizer-config/shrinks"} and said[-1].if_troubled
+        assert "0.03 %" in said[-1].evidence[0] and "2300 such steps" in said[-1].evidence[0]
 
 
 @pytest.mark.parametrize(

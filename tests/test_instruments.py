@@ -64,7 +64,7 @@ def test_what_a_decay_takes_off(decay, taken):
     model = nn.Linear(5, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=decay)
     found = update.shrinkage(evidence_of(model, lambda: F.mse_loss(model(X), Y), optimizer=optimizer))
-    assert [share for share, _ in found] == ([pytest.approx(taken)] if taken else [])
+    assert [each.share for each in found] == ([pytest.approx(taken)] if taken else [])
 
 
 def test_adams_direction_is_torchs():

@@ -84,6 +84,7 @@ ARGUMENTS = {
     "ask_what_if": {"change": "lr=0.1x", "steps": 3},
     "ask_parting": {"other": "well"},
     "ask_swap": {"step": 1, "early": 0},
+    "ask_changed": {"step": 1, "early": 0},
     "ask": {"question": "is_the_gradient_right"},
 }
 
@@ -177,6 +178,7 @@ def test_hostile_modules_and_source_are_data_in_every_answer(hostile):
     line = f"test_mcp.py:{inspect.getsourcelines(Hostile.forward)[1] + 1}"
     about = {"ask_tensor": {"of": "prediction"}, "ask_line": {"of": line}, "ask_parting": {"other": "one"}}
     about |= {"ask_what_if": {"change": "lr=0.1x", "steps": 2}, "ask_swap": {"step": 0, "early": 0}}
+    about |= {"ask_changed": about["ask_swap"]}
     # a name that is asked for and not there comes back in the refusal
     wrong = {"ask_update": {"of": "\x1b[2J\u202e no such"}, "ask_digits": {"of": "\x1b]0;title\x07"}}
 

@@ -302,3 +302,25 @@ def test_what_stands_out_is_what_is_far_above_the_others(kind):
         assert recent.stands_out(value, 4.0) == wanted
         if math.isfinite(value):
             values.append(value)
+
+
+@pytest.mark.parametrize("kind", ["one backward", "taking turns"])
+def test_of_two_optimizers_on_one_backward_the_whole_step_is_taped(kind, tmp_path):
+    import gradproof
+    from gradproof.examination.examiner import read_shelf
+    from gradproof.tape.specimen import load
+
+    torch.manual_seed(0)
+    tables, dense, x = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1), torch.arange(9)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (tables, dense)]
+    with gradproof.watch(torch.nn.ModuleList([tables, dense]), out=tmp_path / "run"):
+        for _ in range(20):
+            for optimizer in optimizers:
+                if kind == "taking turns" or optimizer is optimizers[0]:
+                    dense(tables(x)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    steps = [shelved.step for shelved in read_shelf(tmp_path / "run")]
+    specimens = [load(shelved.path) for shelved in read_shelf(tmp_path / "run")]
+    assert len(steps) > 5 and all(specimen.tape.loss_slots for specimen in specimens)
+    assert {step % 2 for step in steps} == ({0} if kind == "one backward" else {0, 1})

@@ -61,16 +61,17 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     for group in optimizer.param_groups:
         mine = [numbers.setdefault(id(parameter), len(numbers)) for parameter in group["params"]]
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": mine})
+    own = type(optimizer).__module__.startswith("torch.optim")
     state = {
-        numbers[id(parameter)]: {key: copied(key, value) for key, value in kept.items()}
+        numbers[id(parameter)]: {key: copied(key, value, own) for key, value in kept.items()}
         for parameter, kept in optimizer.state.items()
-        if id(parameter) in numbers and kept
+        if id(parameter) in numbers and any(isinstance(v, Tensor) or k != "step" or v for k, v in kept.items())
     }
     return {"state": state, "param_groups": groups}
 
 
-def copied(name: str, value: Any) -> Any:
+def copied(name: str, value: Any, own: bool) -> Any:
     """A count of steps is a tensor to PyTorch's own optimizers."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return torch.tensor(float(value)) if name == "step" else value
+    return torch.tensor(float(value)) if own and name == "step" else value

@@ -44,7 +44,7 @@ def answer(asked: Asked) -> Answer:
                 else ()
             ),
         ),
-        ask_next=("gradproof ask RUN swap", "gradproof ask RUN fed", "gradproof brief RUN"),
+        ask_next=("gradproof ask RUN swap", "gradproof ask RUN changed", "gradproof brief RUN"),
     )
 
 

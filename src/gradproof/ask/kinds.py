@@ -75,6 +75,14 @@ KINDS = (
         "",
         "two steps",
     ),
+    Kind(
+        "changed",
+        "changed",
+        "What is different about the batches: columns, ranges, what one column says of another?",
+        READ,
+        "",
+        "two steps",
+    ),
     Kind("parting", "parting", "Where do two runs part?", READ, "", "two runs"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

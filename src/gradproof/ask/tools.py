@@ -3,6 +3,8 @@
 from gradproof.experiments.evidence import Evidence as Evidence
 from gradproof.experiments.instruments.arms import copied as copied
 from gradproof.experiments.instruments.arms import is_known as is_known
+from gradproof.experiments.instruments.changed import find_changes as find_changes
+from gradproof.experiments.instruments.changed import table_of as table_of
 from gradproof.experiments.instruments.digits import against_float64 as against_float64
 from gradproof.experiments.instruments.digits import swallowed_updates as swallowed_updates
 from gradproof.experiments.instruments.source import lines_behind as lines_behind

@@ -39,7 +39,7 @@ def add_ask(commands: argparse._SubParsersAction) -> None:
         dest="other",
         metavar="RUN|STEP",
         default="",
-        help="parting: the other run; swap: an earlier step",
+        help="parting: the other run; swap, changed: an earlier step",
     )
     parser.add_argument("--cursor", type=int, default=0, help="where a long list goes on")
     parser.add_argument("--most", type=int, default=4000, help="characters of an answer (default: 4000)")

@@ -49,7 +49,8 @@ def turned_by(run: Run) -> Iterator[Symptom]:
         yield Symptom("odd_batch", "note", say_swap(found), step)
     elif found["blame"] == "data":
         suspects = ("data-order-or-sampling/changed-on-the-way",)
-        yield Symptom("turned_by_the_data", "warning", say_swap(found), step, None, suspects)
+        text = "; ".join([say_swap(found), *(found.get("changed") or [])[:2]])
+        yield Symptom("turned_by_the_data", "warning", text, step, None, suspects)
     elif found["blame"] == "weights":
         back = found.get("put_back") or []
         said = [f"{each['part']} put back takes {100 * each['share']:.0f} % of it away" for each in back[:3]]

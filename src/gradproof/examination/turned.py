@@ -36,9 +36,11 @@ def swap_around_the_turn(run: Path, worker: Asks) -> None:
     note(run, "swapped", turned=leap[0], passing=leap[1], early=steps[0], late=steps[1], **found)
 
 
-def around(shelf: list[Shelved], turned: int, passing: bool = False) -> tuple[list[Shelved], list[Shelved]]:
+def around(
+    shelf: list[Shelved], turned: int, passing: bool = False, several: int = SEVERAL
+) -> tuple[list[Shelved], list[Shelved]]:
     """Some steps from before a turn, and some from after it: the nearest, and the last of all if it is for good."""
-    count = 1 if any(shelved.bytes > LARGE for shelved in shelf) else SEVERAL
+    count = 1 if any(shelved.bytes > LARGE for shelved in shelf) else several
     early = [shelved for shelved in shelf if shelved.step < (1 - APART) * turned][-count:]
     if passing:
         return early, [shelved for shelved in shelf if turned <= shelved.step < turned + PASSING][:count]
@@ -52,7 +54,11 @@ def was_done(run: Path, steps: list[list[int]]) -> bool:
 
 
 def steps_to_swap(
-    shelf: list[Shelved], leap: tuple[int, bool] | None, late: int | None, early: str
+    shelf: list[Shelved],
+    leap: tuple[int, bool] | None,
+    late: int | None,
+    early: str,
+    several: int = SEVERAL,
 ) -> list[list[Shelved]]:
     """For who asks: around the turn, or the steps that are named; UserError says what is missing."""
     if early and not early.isdecimal():
@@ -70,7 +76,7 @@ def steps_to_swap(
         raise UserError(
             f"the loss does not turn: name two steps, --step LATE --with EARLY; there are {listed}"
         )
-    sides = around(shelf, *leap)
+    sides = around(shelf, *leap, several)
     if not all(sides):
         raise UserError(f"the loss leaps at step {leap[0]}, and only one side of it was recorded: {listed}")
     return [sides[0], [known[late]] if late in known else sides[1]]

@@ -20,6 +20,7 @@ from typing import Any
 
 KEPT = 2  # specimens whose workings are kept at a time
 TIMES_ITS_SIZE = 3  # what replaying takes at least
+MOST_CHANGES = 5  # of the batches, that a run keeps
 KEPT_CACHE = 1 << 30  # bytes that PyTorch may keep for the next question
 
 
@@ -122,12 +123,15 @@ class Worker:
     def swap(self, early: list[str], late: list[str]) -> dict[str, Any]:
         """Whether the loss of late steps is their data's or their weights', by those of early steps."""
         from gradproof.experiments.evidence import Evidence
+        from gradproof.experiments.instruments.changed import find_changes, table_of
         from gradproof.experiments.instruments.swap import describe_swap, swap
         from gradproof.tape.specimen import load
 
         sides = [[Evidence(load(path, "cpu")) for path in side] for side in (early, late)]
         set_threads(sides[0][0].specimen, 0)
-        return describe_swap(swap(*sides))
+        found = describe_swap(swap(*sides))
+        changes = find_changes(*([table_of(evidence) for evidence in side] for side in sides))
+        return found | {"changed": [f"{change.column}: {change.text}" for change in changes[:MOST_CHANGES]]}
 
     def _evidence_of(self, path: str, device: str | None) -> Any:
         room = share_of_gpu(Path(path), device, self._share)

@@ -9,7 +9,13 @@ from torch import nn
 
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded, first_of
 from gradproof.experiments.flow import VIEWS
-from gradproof.experiments.instruments.update import at_work, line_of_optimizer, named_parameters, shrinkage
+from gradproof.experiments.instruments.update import (
+    at_work,
+    line_of_optimizer,
+    named_parameters,
+    outweighs,
+    shrinkage,
+)
 from gradproof.experiments.nonfinite import place_of
 
 FAMILY = "optimizer-config"
@@ -19,6 +25,7 @@ OUTWEIGHS = 3.0  # times the gradient: at one they are in balance, as at the end
 # of its size at the first taped step: what is pruned or unused may go, half of all may not
 NOTHING_LEFT = 0.05
 FAST = 0.02  # of a weight, at every step: half of it is gone after 35
+WINS, LITTLE = 1.0, 0.3  # times what a step adds: weights that lose more can only shrink
 SAME = 0.01  # of what is taken off: that rate times decay comes so near is no chance
 USUAL = 0.5  # a decay up to here is not what is wrong with lr * decay
 APART = 10.0  # between the rates of first and last layers: as fine-tuning has them, the other way round
@@ -91,13 +98,32 @@ def decay_leads(evidence: Evidence) -> Verdict | None:
 
 def shrinks(evidence: Evidence) -> Verdict | None:
     """A decay apart from the gradient is a factor just below one (1 - lr * decay, about 0.9999); one that takes some
-    per cent at every step leaves only what the last dozens of steps have taught."""
+    per cent at every step leaves only what the last dozens of steps have taught.
+
+    One that forgets the rate goes on as before when the rate has fallen: longer than all that the step adds, it wins.
+    Of AdamW's both have the rate, and a step adds a hundred times as much.
+    """
     found = shrinkage(evidence)
     if not found:
         return None
-    share, op = found[len(found) // 2]
+    share, op = found[len(found) // 2].share, found[len(found) // 2].operation
     if share < FAST:
-        return excluded(f"{FAMILY}/shrinks", f"the decay takes {100 * share:.2g} % off the weights at a step")
+        times = sorted(outweighs(evidence, each) for each in found)[len(found) // 2]
+        taken = f"the decay takes {100 * share:.2g} % off the weights at a step, {times:.2g} times what it adds"
+        if times < LITTLE:
+            return excluded(f"{FAMILY}/shrinks", taken)
+        return (
+            confirmed(
+                f"{FAMILY}/shrinks",
+                f"{taken} ({len(found)} matrices): half of them is gone after {0.69 / share:.0f} such steps",
+                where=place_of("", op.line) or line_of_optimizer(evidence) or None,
+                if_troubled=True,
+                confidence="likely",
+                lasting=False,
+            )
+            if times > WINS
+            else None
+        )
     groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
     decays = [(float(g.get("weight_decay") or 0.0), float(g.get("lr") or 0.0)) for g in groups]
     if any(decay <= USUAL and abs(share - rate * decay) < SAME * share for decay, rate in decays):

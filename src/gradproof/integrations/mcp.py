@@ -39,6 +39,7 @@ INSTRUCTIONS = (
 RunName = Annotated[str, Field(description="a name from list_runs", min_length=1, max_length=300)]
 Step = Annotated[int | None, Field(description="a recorded step; the last one if left out", ge=0)]
 Of = Annotated[str, Field(description="what about", max_length=300)]
+Early = Annotated[int | None, Field(description="a recorded step from before", ge=0)]
 Cursor = Annotated[int, Field(description="where a long list goes on", ge=0)]
 Steps = Annotated[int, Field(description="optimizer steps", ge=1, le=10_000)]
 
@@ -168,7 +169,7 @@ def add_questions(server: MCPServer, desk: Desk, wait: float) -> None:
             return await answered(lambda: desk.ask(run, request), context, wait)
 
     for kind in KINDS:
-        if kind.name not in ("what-if", "tensor", "parting", "swap"):
+        if kind.name not in ("what-if", "tensor", "parting", "swap", "changed"):
             add_plain(kind.name)
 
     @tool("tensor")
@@ -203,15 +204,21 @@ def add_questions(server: MCPServer, desk: Desk, wait: float) -> None:
 
     @tool("swap")
     async def swap(
-        run: RunName,
-        context: Context,
-        step: Step = None,
-        early: Annotated[int | None, Field(description="a recorded step from before", ge=0)] = None,
-        cursor: Cursor = 0,
+        run: RunName, context: Context, step: Step = None, early: Early = None, cursor: Cursor = 0
     ) -> dict[str, Any]:
-        other = "" if early is None else str(early)
-        request = {"question": "swap", "step": step, "other": other, "cursor": cursor}
+        request = {"question": "swap", **two_steps(step, early), "cursor": cursor}
         return await answered(lambda: desk.ask(run, request), context, wait)
+
+    @tool("changed")
+    async def changed(
+        run: RunName, context: Context, step: Step = None, early: Early = None, cursor: Cursor = 0
+    ) -> dict[str, Any]:
+        request = {"question": "changed", **two_steps(step, early), "cursor": cursor}
+        return await answered(lambda: desk.ask(run, request), context, wait)
+
+
+def two_steps(step: int | None, early: int | None) -> dict[str, Any]:
+    return {"step": step, "other": "" if early is None else str(early)}
 
 
 def add_running_tools(server: MCPServer, desk: Desk, wait: float) -> None:

@@ -58,7 +58,7 @@ def capture(
     cleared = known.get("_cleared", ())
     order = list(map(id, made))
     in_order = sorted(optimizers, key=lambda o: order.index(id(o)) if o in made else len(order))
-    records = [recording.optimizer(o, made.get(o, ""), o in cleared) for o in in_order]
+    records = [recording.optimizer(o, made.get(o, ""), o in cleared, tape.stepped) for o in in_order]
     return Specimen(
         step=step,
         tape=tape,

@@ -93,15 +93,18 @@ class Snapshot:
                 kept = self.taken.get(id(parameter))
                 state = record.state.get(kept) if kept is not None else None
                 if state:
-                    optimizer.state[parameter] = {k: live_state(k, v, parameter) for k, v in state.items()}
+                    optimizer.state[parameter] = {
+                        k: live_state(k, v, parameter, optimizer) for k, v in state.items()
+                    }
                     self.states += 1
 
 
-def live_state(name: str, value: Any, parameter: Tensor) -> Any:
+def live_state(name: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
     """A copy on the parameter's device; a count of steps is a tensor to PyTorch's own optimizers."""
     if isinstance(value, Tensor):
         return value.detach().clone().to(parameter.device if value.dim() else value.device)
-    return torch.tensor(float(value)) if name == "step" else value
+    own = type(optimizer).__module__.startswith("torch.optim")
+    return torch.tensor(float(value)) if own and name == "step" else value
 
 
 def modules_with(held: dict[int, Tensor]) -> list[nn.Module]:

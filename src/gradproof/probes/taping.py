@@ -30,6 +30,7 @@ from gradproof.probes.shelf import Shelf, available_memory
 from gradproof.tape.arrays import content_of
 from gradproof.tape.aside import SMALL, Room, ahead_of
 from gradproof.tape.modes import unseen_by_modes
+from gradproof.tape.operations import Tape
 from gradproof.tape.record import Recorder
 from gradproof.tape.shards import is_flat, is_sharded
 from gradproof.tape.specimen import Specimen
@@ -166,6 +167,7 @@ class Taping:
         self._recent: dict[tuple[Any, str], Recent] = {}  # (optimizer, column) -> values
         self.trouble = False  # look at the coming steps whatever the landmarks say
         self._troubled = 0  # steps that were taped for that
+        self._differentiates = False  # a tape had a backward
         self._calm = True  # nothing stood out in the last row
         self.spent = 0.0
         self.taped = 0
@@ -232,7 +234,9 @@ class Taping:
             whole = not recorder.state.idle and not tape.broken and tape.operations
             if tape.broken and len(self.unrecorded) < MOST_LOOKS:
                 self.unrecorded[self._step] = tape.broken
-            if whole and len(tape.operations) < MOST_OPERATIONS:
+            if whole and self._is_the_rest_of_a_step(tape):
+                self._overdue = self._step if self._at_landmark else None
+            elif whole and len(tape.operations) < MOST_OPERATIONS:
                 with same_random_numbers(), unseen_by_modes():
                     self._shelve(recorder, again=self._again)
         except Exception as error:
@@ -242,6 +246,15 @@ class Taping:
         self._turned = seconds_of_training()
         self._cost = max(0.0, duration - plain) + self._turned - now
         self.spent += self._cost
+
+    def _is_the_rest_of_a_step(self, tape: Tape) -> bool:
+        """Of two optimizers that follow each other on one backward, the second's update: there is little to ask of it,
+        and the next step is taped in its place."""
+        if len(self._session.parameters.optimizers) < 2 or self._step == self.only:
+            return False
+        phases = {operation.phase for operation in tape.operations}
+        self._differentiates = self._differentiates or "backward" in phases
+        return phases == {"optimizer"} or (self._differentiates and "backward" not in phases)
 
     def stays_away(self, step: int) -> bool:
         """Whether the step that begins is one of the many between two landmarks, at whose turn nothing is to be done.

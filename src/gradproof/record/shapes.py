@@ -349,6 +349,7 @@ EVENTS: dict[str, Shape] = {
                 "late": list_of(whole),
                 "why": text,
                 "spoilt": name,
+                "changed": list_of(text),
             },
             "losses": map_of(number),
             "put_back": list_of(record({"part": name, "loss": number, "share": number})),

@@ -49,6 +49,7 @@ _FIELDS = {
     kind: tuple(field.name for field in dataclasses.fields(kind) if field.name != "in_place")
     for kind in KINDS.values()
 }
+_LATER = {ModuleRecord: 1, OptimizerRecord: 1}  # last fields that older specimens do not have
 _PARTS = {kind: attrgetter(*names) for kind, names in _FIELDS.items()}
 _PLAIN = frozenset((type(None), bool, int, str))
 DTYPES = {
@@ -241,9 +242,10 @@ class Decoder:
 
     def _kind(self, name: str, whole: dict) -> Any:
         kind, parts = KINDS.get(name), whole.get("v")
-        if kind is None or not isinstance(parts, list) or len(parts) != len(_FIELDS[kind]):
+        missing = len(_FIELDS[kind]) - len(parts) if kind is not None and isinstance(parts, list) else -1
+        if kind is None or not 0 <= missing <= _LATER.get(kind, 0):
             raise Damaged(f"there is no {name!r} of such fields in this version")
-        return kind(**{field: self.decode(part) for field, part in zip(_FIELDS[kind], parts, strict=True)})
+        return kind(**{field: self.decode(part) for field, part in zip(_FIELDS[kind], parts, strict=False)})
 
     def _ref(self, number: int, whole: dict) -> Ref:
         return Ref(number >> 1, bool(number & 1))

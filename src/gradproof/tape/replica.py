@@ -13,8 +13,8 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class ModuleRecord:
     parameters: dict[str, int | None]  # name -> number of a TensorRecord
     buffers: dict[str, int | None]
     children: dict[str, int]  # name -> number of a ModuleRecord
+    transient: list[str] = field(default_factory=list)  # buffers that no state_dict holds
 
 
 @dataclass
@@ -57,6 +58,7 @@ class OptimizerRecord:
     defaults: dict[str, Any]
     groups: list[dict[str, Any]]  # "params" holds numbers of TensorRecords
     state: dict[int, dict[str, Any]]  # number -> {"exp_avg": {"tensor": number of a TensorRecord}, …}
+    foreign: bool = False  # a class of the script's or a package's own, whatever its name
 
 
 class Recording:
@@ -98,7 +100,7 @@ class Recording:
             {k: v for k, v in inside.items() if not k.startswith("_") and k != "training" and is_plain(v)},
             {name: self.tensor(p) for name, p in inside.get("_parameters", {}).items()},
             {name: self.tensor(b, keep=True) for name, b in inside.get("_buffers", {}).items()},
-            {},
+            {}, sorted(inside.get("_non_persistent_buffers_set", ())),
         )  # fmt: skip
         self.modules.append(record)
         for name, child in inside.get("_modules", {}).items():
@@ -106,7 +108,10 @@ class Recording:
                 record.children[name] = self.module(child, f"{path}.{name}" if path else name)
         return number
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, line: str, clears: bool) -> OptimizerRecord:
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, line: str, clears: bool, stepped: Collection[int] = ()
+    ) -> OptimizerRecord:
+        """After its step: tensors are kept as they were before it, and a count that is a number is taken back."""
         groups = []
         for group in optimizer.param_groups:
             settings = {k: _number(v) for k, v in group.items() if k != "params"}
@@ -119,12 +124,16 @@ class Recording:
                 state[number] = {
                     key: {"tensor": self.tensor(value)}
                     if isinstance(value, Tensor) and (value.dim() or self._slot_of(value) is not None)
+                    else value - 1
+                    if key == "step" and type(value) is int and self._slot_of(parameter) in stepped
                     else _number(value)
                     for key, value in entries.items()
                     if isinstance(key, str)
                 }
         defaults = {key: _number(value) for key, value in getattr(optimizer, "defaults", {}).items()}
-        return OptimizerRecord(type(optimizer).__name__, line, clears, defaults, groups, state)
+        kind = type(optimizer)
+        foreign = not kind.__module__.startswith("torch.optim")
+        return OptimizerRecord(kind.__name__, line, clears, defaults, groups, state, foreign)
 
 
 class Skeletons:
@@ -177,13 +186,14 @@ class Skeletons:
             made._parameters[name] = self.parameter(parameter)
         for name, buffer in record.buffers.items():
             made._buffers[name] = self.buffer(buffer)
+        made._non_persistent_buffers_set.update(record.transient)
         for name, child in record.children.items():
             made._modules[name] = self.module(child)
         return made
 
     def optimizer(self, record: OptimizerRecord) -> torch.optim.Optimizer:
         cls: Any = getattr(torch.optim, record.kind, None)
-        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+        if record.foreign or not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
             cls = type(record.kind, (torch.optim.Optimizer,), {})
         made = cls.__new__(cls)
         made.defaults = dict(record.defaults)

@@ -51,15 +51,36 @@ def line_of(op: Operation) -> str:
     return f"{op.line.file.rsplit('/', 1)[-1]}:{op.line.number}" if op.line is not None else ""
 
 
-def shrinkage(evidence: Evidence) -> list[tuple[float, Operation]]:
-    """Of each matrix that the update multiplies with a number below one, what that takes off; the smallest first."""
+@dataclass(frozen=True)
+class Shrinkage:
+    """A matrix that the update multiplies with a number below one."""
+
+    share: float  # that this takes off
+    operation: Operation
+    parameter: int  # its slot
+
+
+def shrinkage(evidence: Evidence) -> list[Shrinkage]:
+    """Of each matrix that is multiplied so, what that takes off; the smallest first."""
     update, found = read_update(evidence.tape), []
-    stepped = {update.storage(slot) for slot in evidence.tape.stepped if len(evidence.slot(slot).shape) >= 2}
+    stepped = {
+        update.storage(slot): slot for slot in evidence.tape.stepped if len(evidence.slot(slot).shape) >= 2
+    }
     for op in update.operations:
         factor = op.args[1] if op.name in ("mul_", "_foreach_mul_") and len(op.args) > 1 else None
         if isinstance(factor, float) and 0 < factor < 1:
-            found += [(1 - factor, op) for slot in op.writes if update.storage(slot) in stepped]
-    return sorted(found, key=lambda pair: pair[0])
+            written = [update.storage(slot) for slot in op.writes]
+            found += [Shrinkage(1 - factor, op, stepped[memory]) for memory in written if memory in stepped]
+    return sorted(found, key=lambda each: each.share)
+
+
+def outweighs(evidence: Evidence, each: Shrinkage) -> float:
+    """How many times as long as the rest of the update what is taken off is."""
+    change = evidence.updates.get(each.parameter)
+    if change is None:
+        return 0.0
+    taken = each.share * evidence.tape.leaf_value(each.parameter).double()
+    return float(taken.norm() / (change.double() + taken).norm().clamp_min(1e-300))
 
 
 # who --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""What is different about the batches of now: columns, ranges, and what one column says of another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gradproof.ask.answer import Answer, Row
+from gradproof.ask.opened import Asked
+from gradproof.ask.samples import by_source, last_opened
+from gradproof.ask.tools import Evidence, find_changes, table_of
+from gradproof.diagnosis.curves import leap_to_look_into
+from gradproof.errors import UserError
+from gradproof.examination.examiner import read_shelf
+from gradproof.examination.turned import steps_to_swap
+from gradproof.tape.specimen import load
+
+SEVERAL = 12  # steps of each side, of a small model
+
+
+def answer(asked: Asked) -> Answer:
+    leap = leap_to_look_into(asked.run)
+    sides = steps_to_swap(read_shelf(asked.run.path), leap, asked.step, asked.other, SEVERAL)
+    early, late = ([Evidence(load(shelved.path)) for shelved in side] for side in sides)
+    tables = [[table for evidence in side if (table := table_of(evidence))] for side in (early, late)]
+    if not all(tables):  # the second optimizer's steps have none
+        raise UserError("no input could be told apart: gradproof ask RUN fed --step N says what a step was given")
+    found = find_changes(*tables)
+    rows: list[Row] = [
+        {"column": change.column, "changed": change.text, "share": round(change.share, 3)} for change in found
+    ]
+    rows += new_sources(early, late)
+    steps = [", ".join(str(evidence.step) for evidence in side) for side in (early, late)]
+    samples = [sum(len(next(iter(table.values()))) for table in side) for side in tables]
+    said = f"{samples[1]} samples of steps {steps[1]}, against {samples[0]} of steps {steps[0]}"
+    if found:
+        sentence = f"{len(found)} things have changed in {said}; most of all {found[0].column}: {found[0].text}."
+    else:
+        sentence = f"No column has changed in {said}: what they hold is distributed as before."
+    return Answer(
+        "changed",
+        sentence,
+        "measured",
+        step=late[0].step,
+        numbers={"samples_before": samples[0], "samples_now": samples[1], "columns": len(tables[0][0])},
+        rows=tuple(rows),
+        not_looked_at=(
+            "samples of other steps",
+            "what pictures show and texts say: of long samples only means, spreads and extremes are compared",
+        ),
+        ask_next=("gradproof ask RUN swap", "gradproof ask RUN fed --step N", "gradproof ask RUN tensor --of input"),
+    )
+
+
+def new_sources(early: list[Evidence], late: list[Evidence]) -> list[Row]:
+    """Files and parts that only the late samples come from."""
+
+    def counted(side: list[Evidence]) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for evidence in side:
+            for row in (*by_source(evidence), *last_opened(evidence)):
+                if str(row["what"]).startswith(("source ", "file ")):
+                    counts[str(row["what"])] += int(row.get("samples", 1))
+        return counts
+
+    before, now = counted(early), counted(late)
+    return [
+        {"column": name, "changed": "only the late steps use it", "share": 0.0}
+        for name, _ in now.most_common()
+        if name not in before
+    ]
