@@ -12,7 +12,7 @@ def draw(generator, rows=256, shift=0.0, drift=0):
     brand = (item * 7919) % 23  # of each item
     region = generator.integers(0, 4, rows)
     item = item + np.where((region == 2) & (item >= 3), drift, 0)
-    features = generator.normal(size=(rows, 2)) + [0, shift]
+    features = generator.normal(size=(rows, 2)) + np.array([0, shift])
     columns = np.column_stack([item, brand, region, features]).astype(float)
     return {f"input[:, {place}]": columns[:, place] for place in range(columns.shape[1])}
 

@@ -47,7 +47,8 @@ def test_a_decay_that_stays_when_the_rate_has_fallen(by_rate, lr):
     """0.03 % a step is nothing beside steps of a hundredth, and all there is beside steps of a millionth."""
     said = train(lambda parameters: Shrinking(parameters, by_rate, lr, 3e-4))
     if by_rate or lr > 1e-3:
-        assert not ids(said) and any(v.verdict == "excluded" and "times what it adds" in v.reason for v in said)
+        assert not ids(said)
+        assert any("times what it adds" in v.reason for v in said if v.verdict == "excluded")
     else:
         assert ids(said) == {"optimizer-config/shrinks"} and said[-1].if_troubled
         assert "0.03 %" in said[-1].evidence[0] and "2300 such steps" in said[-1].evidence[0]

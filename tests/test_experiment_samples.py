@@ -113,7 +113,10 @@ class Forecaster(nn.Module):
         return self.out(self.rnn(x.unsqueeze(-1))[0]).squeeze(-1)
 
 
-@pytest.mark.parametrize("case, level", [("time first", "note"), ("batch first", "problem"), ("noise", "note")])
+SHAPED = [("time first", "note"), ("batch first", "problem"), ("noise", "note")]
+
+
+@pytest.mark.parametrize("case, level", SHAPED)
 def test_of_two_axes_the_smooth_one_is_time(case, level):
     model, hours = Forecaster(), torch.arange(48.0)
     series = torch.sin(hours[:, None] / 4 + 7 * torch.rand(24)) + 0.1 * torch.randn(48, 24)

@@ -14,7 +14,7 @@ import gradproof
 from gradproof import children
 from gradproof.cli import main
 from gradproof.errors import UserError
-from gradproof.probes.snapshot import starting_from
+from gradproof.probes.snapshot import live_state, starting_from
 
 SLOW = """import torch
 from torch import nn
@@ -40,6 +40,21 @@ for step in range(60):
 
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+class Mine(torch.optim.AdamW):
+    """The script's own, made from PyTorch's: it keeps the same state."""
+
+
+class Other(torch.optim.Optimizer):
+    """The script's own from the ground up."""
+
+
+@pytest.mark.parametrize("kind, in_a_tensor", [(torch.optim.AdamW, True), (Mine, True), (Other, False)])
+def test_a_count_of_steps_is_of_the_kind_that_the_optimizer_keeps(kind, in_a_tensor):
+    weight = nn.Parameter(torch.zeros(2))
+    count = live_state("step", 3, weight, kind([weight], {}) if kind is Other else kind([weight]))
+    assert count == 3 and isinstance(count, torch.Tensor) == in_a_tensor
 
 
 def test_weights_and_states_are_those_of_the_step(tmp_path):

@@ -65,9 +65,14 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     state = {
         numbers[id(parameter)]: {key: copied(key, value, own) for key, value in kept.items()}
         for parameter, kept in optimizer.state.items()
-        if id(parameter) in numbers and any(isinstance(v, Tensor) or k != "step" or v for k, v in kept.items())
+        if id(parameter) in numbers and has_begun(kept)
     }
     return {"state": state, "param_groups": groups}
+
+
+def has_begun(state: dict[str, Any]) -> bool:
+    """Whether a state holds more than a count of steps that is nought: before the first step there was none."""
+    return any(isinstance(value, Tensor) or key != "step" or value for key, value in state.items())
 
 
 def copied(name: str, value: Any, own: bool) -> Any:

@@ -12,7 +12,7 @@ from gradproof.examination.turned import steps_to_swap
 from gradproof.tape.specimen import load
 
 NEXT = {
-    "data": ("gradproof ask RUN fed --step {late}", "gradproof ask RUN weighs --step {late}"),
+    "data": ("gradproof ask RUN changed", "gradproof ask RUN fed --step {late}"),
     "weights": ("gradproof ask RUN course", "gradproof ask RUN update --step {late}"),
 }
 

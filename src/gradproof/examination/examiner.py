@@ -255,7 +255,7 @@ class Examiner:
             if not waiting:
                 return 0
             here = waiting[0].specimen
-            batch = list(itertools.takewhile(lambda job: job.specimen == here, waiting))
+            batch = list(next(itertools.groupby(waiting, key=lambda job: job.specimen))[1])
             others = len(waiting) - len(batch)
             if not self._ask_batch(batch, others, until, guest):
                 return len(self.jobs())

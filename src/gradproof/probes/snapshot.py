@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradproof.tape.replica import derives_from_pytorchs
 from gradproof.tape.specimen import Specimen, load
 
 
@@ -100,11 +101,11 @@ class Snapshot:
 
 
 def live_state(name: str, value: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
-    """A copy on the parameter's device; a count of steps is a tensor to PyTorch's own optimizers."""
+    """A copy on the parameter's device; PyTorch's optimizers, and those made from one, count steps in a tensor."""
     if isinstance(value, Tensor):
         return value.detach().clone().to(parameter.device if value.dim() else value.device)
-    own = type(optimizer).__module__.startswith("torch.optim")
-    return torch.tensor(float(value)) if own and name == "step" else value
+    count = name == "step" and derives_from_pytorchs(type(optimizer))
+    return torch.tensor(float(value)) if count else value
 
 
 def modules_with(held: dict[int, Tensor]) -> list[nn.Module]:

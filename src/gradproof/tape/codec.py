@@ -243,7 +243,7 @@ class Decoder:
     def _kind(self, name: str, whole: dict) -> Any:
         kind, parts = KINDS.get(name), whole.get("v")
         missing = len(_FIELDS[kind]) - len(parts) if kind is not None and isinstance(parts, list) else -1
-        if kind is None or not 0 <= missing <= _LATER.get(kind, 0):
+        if kind is None or parts is None or not 0 <= missing <= _LATER.get(kind, 0):
             raise Damaged(f"there is no {name!r} of such fields in this version")
         return kind(**{field: self.decode(part) for field, part in zip(_FIELDS[kind], parts, strict=False)})
 

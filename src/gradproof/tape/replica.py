@@ -58,7 +58,7 @@ class OptimizerRecord:
     defaults: dict[str, Any]
     groups: list[dict[str, Any]]  # "params" holds numbers of TensorRecords
     state: dict[int, dict[str, Any]]  # number -> {"exp_avg": {"tensor": number of a TensorRecord}, …}
-    foreign: bool = False  # a class of the script's or a package's own, whatever its name
+    foreign: bool = False  # of a class that derives from none of PyTorch's optimizers, whatever its name
 
 
 class Recording:
@@ -132,8 +132,19 @@ class Recording:
                 }
         defaults = {key: _number(value) for key, value in getattr(optimizer, "defaults", {}).items()}
         kind = type(optimizer)
-        foreign = not kind.__module__.startswith("torch.optim")
+        foreign = not derives_from_pytorchs(kind)
         return OptimizerRecord(kind.__name__, line, clears, defaults, groups, state, foreign)
+
+
+def derives_from_pytorchs(kind: type) -> bool:
+    """Whether a class of optimizers is one of PyTorch's, or made from one: it keeps the same state.
+
+    >>> mine = type("Mine", (torch.optim.AdamW,), {}), type("AdamW", (torch.optim.Optimizer,), {})
+    >>> [derives_from_pytorchs(kind) for kind in mine]
+    [True, False]
+    """
+    bases = [base for base in kind.__mro__ if base is not torch.optim.Optimizer]
+    return any(base.__module__.startswith("torch.optim") for base in bases)
 
 
 class Skeletons:

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from gradproof.experiments.evidence import Evidence
+from gradproof.experiments.flow import VIEWS
 
 FEW = 64  # numbers of a sample that are columns; more are a series, an image or a text
 MOST_CHANNELS = 16
@@ -45,7 +46,9 @@ def table_of(evidence: Evidence) -> Table:
     """What a step was given, a row a sample: its inputs and targets."""
     flow = evidence.flow
     targets = list(dict.fromkeys(c.target for c in (*flow.comparisons, *flow.picked)))
-    spots = [("input", flow.inputs), ("target", [slot for slot in targets if slot not in flow.inputs])]
+    # of a batch that is handed over whole and cut into columns, the whole
+    inputs = list(dict.fromkeys(_whole_batch(evidence, slot) for slot in flow.inputs))
+    spots = [("input", inputs), ("target", [slot for slot in targets if slot not in inputs])]
     values = flow.values([slot for _, slots in spots for slot in slots])
     table: Table = {}
     for word, slots in spots:
@@ -54,6 +57,11 @@ def table_of(evidence: Evidence) -> Table:
                 name = f"{word} {place}" if len(slots) > 1 else word
                 table |= {f"{name}{column}": numbers for column, numbers in columns_of(values[slot])}
     return table
+
+
+def _whole_batch(evidence: Evidence, slot: int) -> int:
+    whole = evidence.flow.behind(slot, VIEWS)
+    return whole if evidence.slot(whole).shape[:1] == evidence.slot(slot).shape[:1] else slot
 
 
 def columns_of(value: Tensor) -> Iterator[tuple[str, np.ndarray]]:
@@ -85,7 +93,7 @@ def find_changes(early: Sequence[Table], late: Sequence[Table]) -> list[Change]:
     names = [name for name in early[0] if all(name in table for table in (*early, *late))] if early else []
     if not names or not late:
         return []
-    before, now = ({name: np.concatenate([t[name] for t in side]) for name in names} for side in (early, late))
+    before, now = ({n: np.concatenate([table[n] for table in side]) for n in names} for side in (early, late))
     found = [change for name in names for change in _of_one(name, early, before[name], now[name], len(names))]
     ids = [name for name in names if _are_ids(before[name])]
     for one, other in permutations(ids, 2):
@@ -107,7 +115,8 @@ def _of_one(
     distance = _distance(before, now)
     pooled = len(before) * len(now) / (len(before) + len(now))
     chance = 2 * math.exp(-2 * pooled * distance**2)
-    usual = max((_distance(np.concatenate(rest), one) for one, rest in _leaving_one_out(name, early)), default=0.0)
+    between = (_distance(np.concatenate(rest), one) for one, rest in _leaving_one_out(name, early))
+    usual = max(between, default=0.0)
     if chance < CHANCE / tests and distance > max(APART, TWICE * usual):
         text = f"{_describe(before)} before, {_describe(now)} now"
         if outside.any():
@@ -148,8 +157,8 @@ def _in_common(odd: np.ndarray, met: np.ndarray, columns: Table) -> str:
         value, count = Counter(values[odd].tolist()).most_common(1)[0]
         elsewhere = float((values[others] == value).mean()) if others.any() else 0.0
         if count >= ALL_OF_THEM * odd.sum() and elsewhere < FEW_OTHERS:
-            share = 100 * count / odd.sum()
-            return f"of those that break it {share:.0f} % have {value:g} in {name}, of the others {100 * elsewhere:.0f} %"
+            share = f"{100 * count / odd.sum():.0f} % have {value:g} in {name}"
+            return f"of those that break it {share}, of the others {100 * elsewhere:.0f} %"
     return ""
 
 
@@ -168,8 +177,8 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
     """The largest gap between two cumulative distributions (Kolmogorov and Smirnov's): 0 alike, 1 wholly apart."""
     one, other = np.sort(one), np.sort(other)
     every = np.concatenate([one, other])
-    gap = np.searchsorted(one, every, "right") / len(one) - np.searchsorted(other, every, "right") / len(other)
-    return float(np.abs(gap).max())
+    below, below_other = (np.searchsorted(side, every, "right") / len(side) for side in (one, other))
+    return float(np.abs(below - below_other).max())
 
 
 def _describe(values: np.ndarray) -> str:
