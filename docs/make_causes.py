@@ -67,7 +67,8 @@ def _run(file: Path) -> None:
     torch.set_num_threads(1)
     os.chdir(file.parent)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    script.run_program(script.load_script(file.name), [], out="run", quiet=True)
+    # to its end, however busy the machine is: a page says what is found, not what is found in half a minute
+    script.run_program(script.load_script(file.name), [], out="run", quiet=True, examine=None)
 
 
 def symptoms_of(family: str) -> list[str]:

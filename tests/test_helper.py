@@ -258,6 +258,10 @@ def test_the_helper_ends_soon_after_a_training_that_was_killed(tmp_path):
     assert diagnose(here.run).worst != "problem"
 
 
+def nice_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+
+
 def test_the_helper_is_no_child_and_inherits_nothing(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("x")
@@ -272,12 +276,25 @@ def test_the_helper_is_no_child_and_inherits_nothing(tmp_path):
         held = [os.readlink(entry) for entry in Path(f"/proc/{each}/fd").iterdir()]
         assert str(secret) not in held
         assert os.readlink(f"/proc/{each}/cwd") == "/"
-        assert int(Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()[16]) == 19  # nice
+        assert nice_of(each) == 19
     shares = Path(f"/proc/{workers[0]}/autogroup")  # of cores, among sessions; not every kernel has it
     wait_for(lambda: not shares.exists() or shares.read_text().endswith("nice 19\n"))
     assert not shares.exists() or Path(f"/proc/{process.pid}/autogroup").read_text().endswith("nice 0\n")
     own = {os.readlink(e) for e in Path(f"/proc/{process.pid}/fd").iterdir() if "pipe" in os.readlink(e)}
     assert not own & {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    assert finished(process)[1] == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take a priority back")
+def test_once_the_training_has_ended_its_examination_waits_for_no_other_process(tmp_path):
+    here = Watched(tmp_path, plant="hang", limit="5s")
+    process = here.start(*here.watch)
+    pid = wait_for(here.supervisor)
+    workers = wait_for(lambda: children_of(pid))
+    for each in (pid, *workers):
+        wait_for(lambda each=each: nice_of(each) == os.getpriority(os.PRIO_PROCESS, 0))
+    shares = Path(f"/proc/{workers[0]}/autogroup")
+    wait_for(lambda: not shares.exists() or shares.read_text().endswith("nice 0\n"))
     assert finished(process)[1] == 3
 
 

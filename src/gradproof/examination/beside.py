@@ -1,7 +1,8 @@
 """The examination of a run that is still being written, and of one that has ended: the same questions, other manners.
 
 While the training lives, one thread of low priority; a GPU, if the step was on one, as long as the training loses no
-more than a hundredth of its time by that. Once it has ended, everything that the machine has, up to the limit given.
+more than a hundredth of its time by that. Once it has ended, everything that the machine has, with the priority of any
+other process, up to the limit given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gradproof.examination.parted import do_again
 from gradproof.examination.process import WorkerProcess
 from gradproof.examination.pulse import Pulse
 from gradproof.examination.turned import swap_around_the_turn
-from gradproof.examination.worker import stand_back
+from gradproof.examination.worker import come_forward, stand_back
 from gradproof.experiments.table import COSTS, Question
 from gradproof.record.door import Damaged, read_json
 from gradproof.record.schema import INFO_FILE
@@ -37,19 +38,25 @@ class Stopped(BaseException):
 
 def examine_beside(run: Path, training: int, limit: float | None) -> None:
     """From the first specimen to the end of the training, and then for as long as was given."""
-    stand_back()
-
+    priority = stand_back()
     clock = Clock(run, training, limit)
 
     def stop(*_: object) -> None:
         clock.stopped = True
         raise Stopped
 
+    def hurry(worker: int) -> None:
+        """Somebody waits once the training has ended: at low priority a busy machine would give them no answer."""
+        if clock.has_ended():
+            come_forward(os.getpid(), priority)
+            come_forward(worker, priority)
+
     signal.signal(signal.SIGTERM, stop)
     with Locked(run):
         cores = len(os.sched_getaffinity(0))
         lanes = min(MOST_LANES, max(1, cores // 2))
-        examiner = Examiner(run, [WorkerProcess(clock.is_over) for _ in range(lanes)], threads=1)
+        workers = [WorkerProcess(clock.is_over, waiting=hurry) for _ in range(lanes)]
+        examiner = Examiner(run, workers, threads=1)
         examiner.share = GPU_MEMORY
         examiner.show_start()
         left = 0

@@ -36,10 +36,13 @@ class WorkerProcess:
     """Starts when it is first asked, again after it was lost."""
 
     def __init__(
-        self, is_over: Callable[[], bool] = lambda: False, module: str = "gradproof.examination.worker"
+        self,
+        is_over: Callable[[], bool] = lambda: False,
+        module: str = "gradproof.examination.worker",
+        waiting: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """`is_over` says when nobody waits for an answer any more."""
-        self._is_over, self._module = is_over, module
+        """`is_over` says when nobody waits for an answer any more; `waiting` is told whose answer is waited for."""
+        self._is_over, self._module, self._waiting = is_over, module, waiting
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
 
@@ -78,6 +81,7 @@ class WorkerProcess:
         descriptor = process.stdout.fileno()
         deadline, waited = time.monotonic() + limit, waited_for_a_core(process.pid)
         while b"\n" not in self._rest:
+            self._waiting(process.pid)
             left = deadline - time.monotonic()
             if left <= 0:  # of low priority, it may have had no core for most of the time
                 left += waited_for_a_core(process.pid) - waited

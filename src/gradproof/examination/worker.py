@@ -243,8 +243,9 @@ def describe_shadow(found: Any) -> dict[str, Any]:
     }
 
 
-def stand_back() -> None:
-    """Idle cores only, and the first to go when memory runs out: the training comes first."""
+def stand_back() -> int:
+    """Idle cores only, and the first to go when memory runs out: the training comes first. The priority until now."""
+    until_now = os.getpriority(os.PRIO_PROCESS, 0)
     with suppress(OSError):
         os.nice(19)
     if os.getsid(0) == os.getpid():  # sessions share cores evenly, whatever is nice inside of one
@@ -252,6 +253,18 @@ def stand_back() -> None:
             Path("/proc/self/autogroup").write_text("19")
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    return until_now
+
+
+def come_forward(pid: int, priority: int) -> None:
+    """For a process that stood back: the share of any other again, as far as the system lets it."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, priority)  # root alone may
+        if os.getpgid(pid) == pid:
+            os.setpriority(os.PRIO_PGRP, pid, priority)  # its threads, too
+    with suppress(OSError):
+        if os.getsid(pid) == pid:
+            Path(f"/proc/{pid}/autogroup").write_text("0")
 
 
 def end_with(parent: int) -> None:
