@@ -23,7 +23,9 @@ def answer(asked: Asked) -> Answer:
     early, late = ([Evidence(load(shelved.path)) for shelved in side] for side in sides)
     tables = [[table for evidence in side if (table := table_of(evidence))] for side in (early, late)]
     if not all(tables):  # the second optimizer's steps have none
-        raise UserError("no input could be told apart: gradproof ask RUN fed --step N says what a step was given")
+        raise UserError(
+            "no input could be told apart: gradproof ask RUN fed --step N says what a step was given"
+        )
     found = find_changes(*tables)
     rows: list[Row] = [
         {"column": change.column, "changed": change.text, "share": round(change.share, 3)} for change in found
@@ -33,7 +35,9 @@ def answer(asked: Asked) -> Answer:
     samples = [sum(len(next(iter(table.values()))) for table in side) for side in tables]
     said = f"{samples[1]} samples of steps {steps[1]}, against {samples[0]} of steps {steps[0]}"
     if found:
-        sentence = f"{len(found)} things have changed in {said}; most of all {found[0].column}: {found[0].text}."
+        sentence = (
+            f"{len(found)} things have changed in {said}; most of all {found[0].column}: {found[0].text}."
+        )
     else:
         sentence = f"No column has changed in {said}: what they hold is distributed as before."
     return Answer(
@@ -47,7 +51,11 @@ def answer(asked: Asked) -> Answer:
             "samples of other steps",
             "what pictures show and texts say: of long samples only means, spreads and extremes are compared",
         ),
-        ask_next=("gradproof ask RUN swap", "gradproof ask RUN fed --step N", "gradproof ask RUN tensor --of input"),
+        ask_next=(
+            "gradproof ask RUN swap",
+            "gradproof ask RUN fed --step N",
+            "gradproof ask RUN tensor --of input",
+        ),
     )
 
 

@@ -65,7 +65,8 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     state = {
         numbers[id(parameter)]: {key: copied(key, value, own) for key, value in kept.items()}
         for parameter, kept in optimizer.state.items()
-        if id(parameter) in numbers and any(isinstance(v, Tensor) or k != "step" or v for k, v in kept.items())
+        if id(parameter) in numbers
+        and any(isinstance(v, Tensor) or k != "step" or v for k, v in kept.items())
     }
     return {"state": state, "param_groups": groups}
 

@@ -109,7 +109,9 @@ def shrinks(evidence: Evidence) -> Verdict | None:
     share, op = found[len(found) // 2].share, found[len(found) // 2].operation
     if share < FAST:
         times = sorted(outweighs(evidence, each) for each in found)[len(found) // 2]
-        taken = f"the decay takes {100 * share:.2g} % off the weights at a step, {times:.2g} times what it adds"
+        taken = (
+            f"the decay takes {100 * share:.2g} % off the weights at a step, {times:.2g} times what it adds"
+        )
         if times < LITTLE:
             return excluded(f"{FAMILY}/shrinks", taken)
         return (

@@ -50,7 +50,10 @@ NAME_THE_AXIS = "name the axis of the features or classes (dim=-1 or dim=1), not
 ATTENDS = ("bmm", "mm", "baddbmm", "matmul", *FUSED_ATTENTION)
 WALK = VIEWS | {"clamp_min", "clamp", "add", "sqrt", "div", "mul", "rsqrt", "exp", "sub"}
 WALKED = 12  # operations from a division back to the norm that it is by
-SMOOTH, ROUGH = 0.6, 0.85  # of the distance of any two cells: neighbours in time, and neighbours in a shuffled batch
+SMOOTH, ROUGH = (
+    0.6,
+    0.85,
+)  # of the distance of any two cells: neighbours in time, and neighbours in a shuffled batch
 MOST_ROWS = 1_000_000  # of a folded target: more take too long to count
 LOUD = 0.25  # of the largest change: what a batch norm carries to other samples is less
 
@@ -162,7 +165,11 @@ def is_told_from_time(evidence: Evidence, call: ModuleCall | None) -> bool:
     cells = evidence.slot(call.inputs[0]).shape[:2]
     if not any(evidence.slot(slot).shape[:2] == cells for slot in predictions_of(evidence.flow)):
         return True
-    given = (evidence.tape.leaf_value(slot) for slot in evidence.flow.inputs if evidence.slot(slot).shape[:2] == cells)
+    given = (
+        evidence.tape.leaf_value(slot)
+        for slot in evidence.flow.inputs
+        if evidence.slot(slot).shape[:2] == cells
+    )
     rough = [[roughness(x, axis) for axis in (0, 1)] for x in given if x.is_floating_point()]
     return any(second < SMOOTH and first > ROUGH for first, second in rough)
 

@@ -158,7 +158,9 @@ def clip_coverage(session: Session, stack: ExitStack, chosen: Callable[[Any], bo
         "clip", {"steps": 0, "given": 0, "stepped": 0, "foreign": 0, "copies": 0}
     )
     refuted = False  # once what is stepped is no copy of what is clipped, it never was
-    passed: tuple[Living, int] | None = None  # what was clipped, and tensors of a step that has changed none of it
+    passed: tuple[Living, int] | None = (
+        None  # what was clipped, and tensors of a step that has changed none of it
+    )
 
     def look(optimizer: Optimizer) -> bool:
         if session.owner.elsewhere():

@@ -85,7 +85,9 @@ def find_changes(early: Sequence[Table], late: Sequence[Table]) -> list[Change]:
     names = [name for name in early[0] if all(name in table for table in (*early, *late))] if early else []
     if not names or not late:
         return []
-    before, now = ({name: np.concatenate([t[name] for t in side]) for name in names} for side in (early, late))
+    before, now = (
+        {name: np.concatenate([t[name] for t in side]) for name in names} for side in (early, late)
+    )
     found = [change for name in names for change in _of_one(name, early, before[name], now[name], len(names))]
     ids = [name for name in names if _are_ids(before[name])]
     for one, other in permutations(ids, 2):
@@ -107,7 +109,9 @@ def _of_one(
     distance = _distance(before, now)
     pooled = len(before) * len(now) / (len(before) + len(now))
     chance = 2 * math.exp(-2 * pooled * distance**2)
-    usual = max((_distance(np.concatenate(rest), one) for one, rest in _leaving_one_out(name, early)), default=0.0)
+    usual = max(
+        (_distance(np.concatenate(rest), one) for one, rest in _leaving_one_out(name, early)), default=0.0
+    )
     if chance < CHANCE / tests and distance > max(APART, TWICE * usual):
         text = f"{_describe(before)} before, {_describe(now)} now"
         if outside.any():
@@ -168,7 +172,9 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
     """The largest gap between two cumulative distributions (Kolmogorov and Smirnov's): 0 alike, 1 wholly apart."""
     one, other = np.sort(one), np.sort(other)
     every = np.concatenate([one, other])
-    gap = np.searchsorted(one, every, "right") / len(one) - np.searchsorted(other, every, "right") / len(other)
+    gap = np.searchsorted(one, every, "right") / len(one) - np.searchsorted(other, every, "right") / len(
+        other
+    )
     return float(np.abs(gap).max())
 
 
