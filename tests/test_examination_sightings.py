@@ -3,9 +3,11 @@
 import doctest
 import json
 
+import pytest
+
 from gradproof.diagnosis import verdicts
 from gradproof.examination import sightings
-from gradproof.examination.examiner import Examiner
+from gradproof.examination.examiner import ALL, Examiner
 from gradproof.experiments import table
 from gradproof.experiments.evidence import confirmed, excluded, undecided
 from gradproof.record.schema import json_line
@@ -152,3 +154,31 @@ def test_the_table_says_how_often_and_of_what():
         assert set(question.again.split()) <= {cause.partition("/")[2] for cause in question.causes}
         assert not question.again or question.times > 1
     assert doctest.testmod(sightings).failed == 0 == doctest.testmod(verdicts).failed
+
+
+@pytest.mark.parametrize(
+    "device, size, free, lanes", [("cpu", 1 << 30, 0, 4), ("cuda", 1 << 20, 0, 4), ("cuda", 1 << 30, 120 << 30, 4),
+                                  ("cuda", 1 << 30, 30 << 30, 2), ("cuda", 18 << 30, 120 << 30, 1)],
+)  # fmt: skip
+def test_a_large_step_is_shared_by_as_many_workers_as_the_gpu_has_room_for(
+    device, size, free, lanes, tmp_path
+):
+    class Lane(Says):
+        def __init__(self):
+            self.shares = []
+
+        def ask(self, limit, what, **request):
+            if what == "ask":
+                self.shares.append(request["share"])
+            return {"free": free} if what == "room" else {"verdicts": [], "seconds": 0.0}
+
+        def warm_up(self):
+            pass
+
+    shelve(tmp_path, 1)
+    label = next(tmp_path.rglob("label.json"))
+    label.write_text(json.dumps({**json.loads(label.read_text()), "device": device, "bytes": size}))
+    workers = [Lane() for _ in range(4)]
+    assert Examiner(tmp_path, workers).ask_all() == 0
+    assert [bool(worker.shares) for worker in workers] == [True] * lanes + [False] * (4 - lanes)
+    assert set(workers[0].shares) == {ALL / lanes}

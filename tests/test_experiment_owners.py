@@ -7,6 +7,7 @@ from taped_trainings import examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.owners import does_the_optimizer_hold_everything
+from gradproof.probes.names import Names
 
 
 class Stack(nn.Module):
@@ -219,3 +220,23 @@ def test_a_branch_that_is_frozen_at_zero(trained, said):
     found = verdicts(model, [p for p in model.parameters() if p.requires_grad])
     assert ids(found) == said
     assert not said or (found[0].where.startswith("up.weight") and found[0].confidence == "proven")
+
+
+def test_adapters_that_a_model_was_given_for_a_second_stage_have_names(tmp_path):
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+            self.lora_A = nn.Parameter(torch.randn(2, base.in_features), requires_grad=False)
+            self.lora_B = nn.Parameter(torch.zeros(base.out_features, 2), requires_grad=False)
+
+        def forward(self, x):
+            return self.base(x) + x @ self.lora_A.mT @ self.lora_B.mT
+
+    names = Names()
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    names.learn(model.parameters())
+    model[0] = Adapted(model[0])
+    names.learn(model[1].parameters())
+    assert names.of_parameter(model[0].lora_B) == "0.lora_B"
+    assert names.of_parameter(model[0].base.weight) == "0.weight"  # a name is given once

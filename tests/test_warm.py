@@ -1,6 +1,7 @@
 """Kernels are compiled beside a training, once on a machine that has a GPU."""
 
 import sys
+import threading
 
 import pytest
 
@@ -31,6 +32,24 @@ def test_a_process_is_started_where_it_is_cold(has_gpu, machine, monkeypatch):
         (machine / "nvidiactl").touch()
     warm.warm_up()
     assert started == ([[sys.executable, "-m", "gradproof.kernels.warm"]] if has_gpu else [])
+
+
+def test_triton_is_hashed_from_when_cuda_is_first_used(machine, monkeypatch):
+    import torch
+    from triton.runtime.cache import triton_key
+
+    waiting = []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    warm.hash_beside()
+    assert not waiting
+    (machine / "nvidiactl").touch()
+    warm.hash_beside()
+    triton_key.cache_clear()
+    waiting[0]()
+    for thread in threading.enumerate():
+        if thread.name == "gradproof-triton":
+            thread.join()
+    assert triton_key.cache_info().currsize == 1
 
 
 def test_without_a_gpu_nothing_is_compiled(machine):

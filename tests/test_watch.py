@@ -454,6 +454,19 @@ def test_adams_state_can_be_measured_without_outputs(tmp_path):
     assert np.isfinite(run.steps["grad_norm"]).all() and not run.numbers("output")
 
 
+def test_a_gpu_counts_distributions_as_a_cpu_does():
+    samples = torch.randn(40, 1024) * 10.0 ** torch.arange(-45, 35, 2)[:, None]
+    samples[3] = float("nan")
+    samples[4] = 0.0
+    samples[5, ::3] = float("inf")
+    samples[6, 7:] = float("nan")
+    samples[7, ::2] = 0.0
+    expected = tensors.distributions(samples.numpy())
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        found = tensors.distributions_on_device(samples.to(device)).cpu().numpy()
+        np.testing.assert_array_equal(found.astype(np.float32), expected)
+
+
 def test_samples_are_the_entries_of_the_tensors():
     several = [torch.arange(5.0), torch.arange(3000.0).reshape(3000, 1), torch.arange(12.0).reshape(3, 4).T]
     rows = tensors.sample(several)

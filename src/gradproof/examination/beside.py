@@ -29,6 +29,9 @@ GPU_CREDIT = 1.0  # seconds that it may lose at once
 USUAL = dict(zip(COSTS, (0.5, 1.0, 5.0, 5.0), strict=True))  # seconds of a question, by its cost
 GPU_REST = 0.1  # of the time that an answer took: steps that nothing disturbs, to compare with
 MOST_LANES = 4  # workers at a time
+MANY_CORES = (
+    8  # of them some are idle while a training starts: workers import what they need before the first step
+)
 EVERY = 0.2  # seconds between two looks for new specimens
 
 
@@ -64,7 +67,7 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
             while True:
                 ended = clock.has_ended()
                 shelf = read_shelf(run)
-                if shelf:
+                if shelf or cores >= MANY_CORES:
                     examiner.warm_up()
                 if ended and examiner.share < ALL:
                     examiner.share = ALL

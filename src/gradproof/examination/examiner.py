@@ -31,6 +31,7 @@ from gradproof.tape.label import LABEL_FILE, LARGEST_LABEL, find_specimens
 
 SUSPICION_LASTS = 5.0  # seconds
 LARGE = 256 << 20  # bytes of a specimen
+COPIES = 12  # times its size that a large one takes on a GPU while it is replayed in float64
 EARLY = 316  # steps: up to here all are asked in their order; later ones are many in a long training
 APART = 1.02  # times the step before: landmarks are farther from each other, steps in trouble nearer
 LONGEST_ANSWER = 120.0  # seconds: a worker that takes longer hangs
@@ -143,6 +144,9 @@ class Examiner:
         self._announced: set[str] = set()
         self._later: dict[tuple[str, int], str] = {}  # (question, step) -> why it had to wait
         self.share = ALL  # of a GPU's free memory, for all workers together
+        self._gpu_room: int | None = (
+            None  # bytes that were free there when a large step was first asked about
+        )
         self._suspicion: list[str] = []
         self._urgent: set[tuple[str, int]] = set()  # (family, step) of what the record shows to be a problem
         self._suspected_at = -SUSPICION_LASTS
@@ -269,8 +273,7 @@ class Examiner:
         guest: Guest | None,
     ) -> bool:
         """The questions of one specimen, each worker its own; whether all were asked."""
-        count = 1 if self._is_alone(batch[0].specimen) else len(self.workers)
-        lanes: list[list[Job]] = [[] for _ in range(count)]
+        lanes: list[list[Job]] = [[] for _ in range(self._lanes(batch[0].specimen))]
         for job in batch:
             lanes[LANES[job.question.name] % len(lanes)].append(job)
         left = [others + len(batch)]
@@ -305,7 +308,7 @@ class Examiner:
             "specimens": [*job.before, str(shelved.path)],
             "device": device,
             "threads": self.threads,
-            "share": self.share / (1 if self._is_alone(shelved) else len(self.workers)),
+            "share": self.share / self._lanes(shelved),
         }
         try:
             answer = worker.ask(LONGEST_ANSWER, **request)
@@ -384,8 +387,9 @@ class Examiner:
         if not shelved.landmark or self._gains >= MOST_GAINS or self._lost.get(shelved.path):
             return
         try:
-            lanes = 1 if self._is_alone(shelved) else len(self.workers)
-            worker = self.workers[LANES["is_the_gradient_right"] % lanes]  # who made the shadow
+            worker = self.workers[
+                LANES["is_the_gradient_right"] % self._lanes(shelved)
+            ]  # who made the shadow
             found = worker.ask(LONGEST_ANSWER, what="extras", path=str(shelved.path), device=self.device)
         except WorkerLost:
             self._lost[shelved.path] = self._lost.get(shelved.path, 0) + 1
@@ -401,9 +405,19 @@ class Examiner:
         """There may be room now: the training has ended."""
         self._later.clear()
 
-    def _is_alone(self, shelved: Shelved) -> bool:
-        """Of a large specimen there is one copy on the GPU at a time."""
-        return shelved.device != "cpu" and shelved.bytes > LARGE
+    def _lanes(self, shelved: Shelved) -> int:
+        """How many workers share a step: of a large one, as many copies as a GPU has room for once nobody trains.
+
+        It stays so: a question remembers the steps before in one worker.
+        """
+        if shelved.device == "cpu" or shelved.bytes <= LARGE or len(self.workers) == 1:
+            return len(self.workers)
+        if self._gpu_room is None:
+            try:
+                self._gpu_room = int(self.workers[0].ask(LONGEST_ANSWER, what="room").get("free", 0))
+            except WorkerLost:
+                self._gpu_room = 0
+        return min(len(self.workers), max(1, int(ALL * self._gpu_room) // (COPIES * shelved.bytes)))
 
     def show_start(self) -> None:
         self._show()

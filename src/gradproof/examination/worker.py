@@ -101,6 +101,12 @@ class Worker:
             found["shadow"] = describe_shadow(evidence.shadow)
         return found
 
+    def room(self) -> dict[str, Any]:
+        """How many bytes a GPU has free."""
+        import torch
+
+        return {"free": torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0}
+
     def again(self, name: str, pairs: list[dict[str, list[str]]]) -> dict[str, Any]:
         """Of two ranks that part in a parameter: memory or code, by the first pair of steps that decides it."""
         from gradproof.experiments.again import UNDECIDED, Two, who_wrote
@@ -214,7 +220,7 @@ def answer_to(worker: Worker, request: dict[str, Any]) -> str:
     from gradproof.record.schema import json_line
 
     calls: dict[str, Callable[..., dict[str, Any]]] = {
-        "extras": worker.extras, "again": worker.again, "swap": worker.swap,
+        "extras": worker.extras, "again": worker.again, "swap": worker.swap, "room": worker.room,
     }  # fmt: skip
     call = calls.get(request.pop("what"), worker.ask)
     try:

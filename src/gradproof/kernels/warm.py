@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +37,21 @@ def warm_up() -> None:
 def is_cold() -> bool:
     """Whether there is a GPU, and no sign that its kernels were compiled by these versions."""
     return GPU.exists() and not _mark().exists()
+
+
+def hash_beside() -> None:
+    """Triton reads all of itself before its first kernel: 0.4 seconds, in a thread, from when CUDA is first used."""
+    import torch
+
+    if GPU.exists():
+        torch.cuda._lazy_call(_begin_to_hash)
+
+
+def _begin_to_hash() -> None:
+    with suppress(Exception):  # who needs it later works it out later
+        from triton.runtime.cache import triton_key
+
+        threading.Thread(target=triton_key, name="gradproof-triton", daemon=True).start()
 
 
 def compile_kernels() -> None:

@@ -120,18 +120,24 @@ class Ledger:
         self._write_distributions(step, number, found)
 
     def _write_distributions(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
-        starts = _starts(found, "sample ")
-        if not starts:
-            return
-        samples = [found[f"sample {start}"] for start in starts]
-        places = [start + i for start, rows in zip(starts, samples, strict=True) for i in range(len(rows))]
-        numbers = np.array([self._writer.add_tensor(*step.rows[place]) for place in places])
-        kept = np.zeros(len(numbers), dtype=bool)
-        kept[np.unique(numbers, return_index=True)[1]] = True  # the first call of a module stands for all
-        ends = np.cumsum([len(rows) for rows in samples])[:-1]
-        parts = [rows[those] for rows, those in zip(samples, np.split(kept, ends), strict=True)]
-        rows = np.concatenate([measuring.distributions(part) for part in parts if len(part)])
-        self._writer.write_frame(DISTRIBUTION_FRAME, number, numbers[kept], rows)
+        rows: dict[int, np.ndarray] = {}
+        for word, count in (("distribution ", np.asarray), ("sample ", measuring.distributions)):
+            for start in _starts(found, word):
+                self._count_new(rows, step.rows[start:], found[f"{word}{start}"], count)
+        if rows:
+            numbers = np.array(list(rows))
+            self._writer.write_frame(DISTRIBUTION_FRAME, number, numbers, np.stack(list(rows.values())))
+
+    def _count_new(
+        self, rows: dict[int, np.ndarray], keys: list[tuple[str, str]], found: np.ndarray, count: Callable
+    ) -> None:
+        """Of a module that is called several times the first call stands for all."""
+        places: dict[int, int] = {}
+        for place, key in zip(range(len(found)), keys, strict=False):
+            places.setdefault(self._writer.add_tensor(*key), place)
+        new = [number for number in places if number not in rows]
+        if new:
+            rows.update(zip(new, count(found[[places[number] for number in new]]), strict=True))
 
     def _write_norms(self, number: int, names: list[str], norms: np.ndarray) -> None:
         rows = np.full((len(names), len(STATISTICS)), np.nan)

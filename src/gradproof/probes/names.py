@@ -56,9 +56,13 @@ class Names:
         return module in self._roots or any(module is wrapped_in(root) for root in self._roots)
 
     def learn(self, parameters: Iterable[Tensor]) -> None:
-        """Make sure that all of these have a name; looks for models only if some have none."""
+        """Make sure that all of these have a name, and those that a model has been given since, as adapters are.
+
+        Looks for models only if some of these have none.
+        """
         unknown = [p for p in parameters if p not in self.parameters]
         if not unknown:
+            self._name_models([root for root in self._roots if self._has_grown(root)])
             return
         self._name_models(list(self._roots) if self._are_given else find_roots(unknown))
         unknown = [parameter for parameter in unknown if parameter not in self.parameters]
@@ -91,6 +95,9 @@ class Names:
                 if parameter.requires_grad:
                     known = self.parameters.get(parameter)
                     yield known or self.call(parameter, join(prefix, clean(name))), parameter
+
+    def _has_grown(self, root: nn.Module) -> bool:
+        return any(parameter not in self.parameters for parameter in root.parameters())
 
     def _name_models(self, models: list[nn.Module]) -> None:
         frames = list(user_frames())

@@ -168,6 +168,7 @@ def run_program(
     on_open: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Watch a program from start to end; whatever happens in it, the run is closed and readable afterwards."""
+    from gradproof.kernels.warm import hash_beside
     from gradproof.probes.autoload import find_child_runs, handed_over, left_to_forks
     from gradproof.probes.helper import Helper
     from gradproof.probes.hooks import attach
@@ -200,6 +201,7 @@ def run_program(
     if on_open is not None and session.rank == 0:
         on_open(session.writer.path)
     handover = handed_over(session.writer.path, schedule, budget, experiments, examine)
+    hash_beside()
     with attach(session) as stack, handover, left_to_forks(session, stack), ExitStack() as fixed:
         if fix is not None:
             intervene(fixed, *fix)

@@ -137,8 +137,15 @@ class OpenStep:
             if statistics.device.type == "cpu" or self.waits:
                 finite &= not bool(statistics[:, [measuring.NAN, measuring.INF]].any())
             if self.sampled:
-                self.reading.add(f"sample {start}", measuring.sample(tensors))
+                self._add_sample(start, measuring.sample(tensors))
         return finite
+
+    def _add_sample(self, start: int, sample: Tensor) -> None:
+        """A GPU's sample is sorted and counted there; a CPU's when the step is written."""
+        if sample.is_cpu:
+            self.reading.add(f"sample {start}", sample)
+        else:
+            self.reading.add(f"distribution {start}", measuring.distributions_on_device(sample))
 
     def measure_changes(self, named: dict[str, Tensor], before: list[Tensor]) -> None:
         """Statistics of weights, and of the updates that made them of what they were before."""
@@ -150,7 +157,7 @@ class OpenStep:
             self.rows += [(kind, name) for kind in ("weight", "update") for name in names]
             self.reading.add(f"stats {start}", measuring.measure_changes(now, then))
             if self.sampled:
-                self.reading.add(f"sample {start}", measuring.sample_changes(now, then))
+                self._add_sample(start, measuring.sample_changes(now, then))
 
     def measure_norms(self, gradients: dict[str, Tensor]) -> bool:
         """Σx² of each gradient, and no more; False as in `measure_rows`."""

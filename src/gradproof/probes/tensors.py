@@ -218,6 +218,26 @@ def _distributions(samples: np.ndarray) -> np.ndarray:
     return out
 
 
+def distributions_on_device(samples: Tensor) -> Tensor:
+    """As `distributions`, where the sample lies: a GPU sorts and counts while the host goes on."""
+    finite = samples.isfinite()
+    counts = finite.sum(dim=1, keepdim=True)
+    ordered = torch.where(finite, samples, torch.nan).sort(dim=1).values  # nan last
+    percents = _constant(PERCENTILES, samples.device)
+    places = ((counts - 1) * percents / 100).round().long().clamp_min(0)
+    percentiles = torch.where(counts > 0, ordered.gather(1, places).double(), torch.nan)
+    _, exponents = torch.frexp(torch.where(finite, samples, 0.0))
+    bins = torch.div(exponents - EXPONENT_LOW, 2, rounding_mode="floor").clamp(0, EXPONENT_BINS - 1).long()
+    bins = torch.where(samples == 0, 0, bins)
+    found = torch.zeros(len(samples), EXPONENT_BINS, dtype=torch.float64, device=samples.device)
+    return torch.cat((percentiles, found.scatter_add_(1, bins, finite.double())), dim=1)
+
+
+@lru_cache(maxsize=16)
+def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+
+
 def cosines(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine of each row with the row of the step before, and of all rows together."""
     before, after = torch.nan_to_num(before.double()), torch.nan_to_num(after.double())
@@ -234,7 +254,7 @@ def dead_share(output: Tensor) -> Tensor:
     if units.dim() >= 4:
         units = units.transpose(1, -1)
     units = units.reshape(-1, units.shape[-1])
-    return (units == units[:1]).all(dim=0).double().mean()
+    return (units == units[:1]).all(dim=0).mean(dtype=torch.float64)
 
 
 def group_by_device(tensors: Mapping[Name, Tensor]) -> dict[torch.device, dict[Name, Tensor]]:
