@@ -182,3 +182,29 @@ def test_a_large_step_is_shared_by_as_many_workers_as_the_gpu_has_room_for(
     assert Examiner(tmp_path, workers).ask_all() == 0
     assert [bool(worker.shares) for worker in workers] == [True] * lanes + [False] * (4 - lanes)
     assert set(workers[0].shares) == {ALL / lanes}
+
+
+@pytest.mark.parametrize("needs, outcome", [(0.2, "nothing"), (0.5, "nothing"), (0.95, "failed")])
+def test_what_has_no_room_beside_other_workers_is_asked_alone(needs, outcome, tmp_path):
+    rested = []
+
+    class Lane(Says):
+        def __init__(self, number):
+            self.number = number
+
+        def ask(self, limit, what, **request):
+            if what == "rest":
+                rested.append(self.number)
+            crowded = what == "ask" and request["share"] < needs and request["question"] == QUESTION
+            if crowded:
+                return {"error": "OutOfMemoryError: CUDA out of memory", "seconds": 0.0}
+            return {"free": 120 << 30} if what == "room" else {"verdicts": [], "seconds": 0.0}
+
+    shelve(tmp_path, 1)
+    label = next(tmp_path.rglob("label.json"))
+    label.write_text(json.dumps({**json.loads(label.read_text()), "device": "cuda", "bytes": 1 << 30}))
+    examiner = Examiner(tmp_path, [Lane(number) for number in range(4)])
+    assert examiner.ask_all() == 0
+    events = map(json.loads, (tmp_path / "examination.jsonl").read_text().splitlines())
+    assert [e["outcome"] for e in events if e["event"] == "asked" and e["question"] == QUESTION] == [outcome]
+    assert len(set(rested)) == (0 if needs < ALL / 4 else 3)

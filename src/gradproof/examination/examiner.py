@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,6 +144,7 @@ class Examiner:
         self._known: set[int] = set()
         self._announced: set[str] = set()
         self._later: dict[tuple[str, int], str] = {}  # (question, step) -> why it had to wait
+        self._crowded: list[tuple[Job, Asks]] = []  # what the GPU had no room for beside the other workers
         self.share = ALL  # of a GPU's free memory, for all workers together
         self._gpu_room: int | None = (
             None  # bytes that were free there when a large step was first asked about
@@ -296,9 +298,26 @@ class Examiner:
         if len(lanes) == 1:
             return run(0)
         with ThreadPoolExecutor(len(lanes)) as pool:
-            return all(list(pool.map(run, range(len(lanes)))))
+            whole = all(list(pool.map(run, range(len(lanes)))))
+        return whole and self._ask_alone(until)
 
-    def _ask(self, job: Job, worker: Asks) -> float:
+    def _ask_alone(self, until: Callable[[], bool]) -> bool:
+        """What the GPU had no room for beside other workers, one by one, while those hold nothing there."""
+        crowded, self._crowded = self._crowded, []
+        for job, worker in crowded:
+            for other in self.workers:
+                if other is not worker and not until():
+                    with suppress(WorkerLost):
+                        other.ask(LONGEST_ANSWER, what="rest")
+            if until():
+                return False
+            self._ask(job, worker, beside=0)
+        return True
+
+    def _ask(self, job: Job, worker: Asks, beside: int | None = None) -> float:
+        """`beside`: how many other workers are on the same GPU."""
+        if beside is None:
+            beside = self._lanes(job.specimen) - 1
         name, shelved = job.question.name, job.specimen
         device = self.device or (None if shelved.device != "cpu" else "cpu")
         began = time.monotonic()
@@ -308,7 +327,7 @@ class Examiner:
             "specimens": [*job.before, str(shelved.path)],
             "device": device,
             "threads": self.threads,
-            "share": self.share / self._lanes(shelved),
+            "share": self.share / (1 + beside),
         }
         try:
             answer = worker.ask(LONGEST_ANSWER, **request)
@@ -319,14 +338,18 @@ class Examiner:
                 self._lost[shelved.path] = self._lost.get(shelved.path, 0) + 1
                 answer = {"error": str(lost), "seconds": time.monotonic() - began}
         with self._lock:
-            self._note(job, answer)
+            if beside and self.share >= ALL and has_no_room(answer):
+                self._crowded.append((job, worker))
+            else:
+                self._note(job, answer)
         return float(answer.get("seconds", 0.0))
 
     def _note(self, job: Job, answer: dict[str, Any]) -> None:
         """What came of a question, into the run."""
         name, shelved = job.question.name, job.specimen
-        crowded = self.share < ALL and str(answer.get("error")).startswith("OutOfMemoryError")
-        if "later" in answer or crowded:  # a training has the rest of the GPU
+        if "later" in answer or (
+            self.share < ALL and has_no_room(answer)
+        ):  # a training has the rest of the GPU
             self._later[(name, shelved.step)] = answer.get("later") or answer["error"]
             return
         outcome, reason = self._hear(job.question, shelved.step, answer)
@@ -491,6 +514,10 @@ class _Events:
 def note(run: Path, event: str, /, **facts: Any) -> None:
     """What was found out beside the questions, as an event of the examination."""
     _Events(run).write(event, **facts)
+
+
+def has_no_room(answer: dict[str, Any]) -> bool:
+    return "later" in answer or str(answer.get("error")).startswith("OutOfMemoryError")
 
 
 def was_asked(event: dict[str, Any]) -> bool:

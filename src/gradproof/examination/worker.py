@@ -107,6 +107,15 @@ class Worker:
 
         return {"free": torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0}
 
+    def rest(self) -> dict[str, Any]:
+        """Hold nothing on a GPU until the next question."""
+        import torch
+
+        self._evidence.clear()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return {}
+
     def again(self, name: str, pairs: list[dict[str, list[str]]]) -> dict[str, Any]:
         """Of two ranks that part in a parameter: memory or code, by the first pair of steps that decides it."""
         from gradproof.experiments.again import UNDECIDED, Two, who_wrote
@@ -220,7 +229,8 @@ def answer_to(worker: Worker, request: dict[str, Any]) -> str:
     from gradproof.record.schema import json_line
 
     calls: dict[str, Callable[..., dict[str, Any]]] = {
-        "extras": worker.extras, "again": worker.again, "swap": worker.swap, "room": worker.room,
+        "extras": worker.extras, "again": worker.again, "swap": worker.swap,
+        "room": worker.room, "rest": worker.rest,
     }  # fmt: skip
     call = calls.get(request.pop("what"), worker.ask)
     try:
