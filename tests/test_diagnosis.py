@@ -910,6 +910,22 @@ def test_a_loss_that_gives_back_some_of_what_it_has_learned(written, last, level
     assert level in {seen(written(loss=curve).read()).get(name) for name in ("loss_drifting", "loss_rising")}
 
 
+@pytest.mark.parametrize(
+    "share, at, last, found",
+    [
+        (0.004, 107, 6.97, True),
+        (0.2, 107, 6.97, False),  # something was explained
+        (0.004, 107, 5.5, False),  # and learned since
+        (0.004, 230, 6.97, False),  # there was no time to
+    ],
+)
+def test_a_constant_would_do_as_well(written, share, at, last, found):
+    curve = np.concatenate([np.linspace(7.8, 7.0, 60), np.linspace(7.0, last, 200)])
+    run = written(loss=curve + 1e-3 * np.tile(NOISE, 8)[:260])
+    run.writer.set_info(facts={"learned": [[at, share]]})
+    assert ("nothing_learned" in seen(run.read())) == found
+
+
 @pytest.mark.parametrize("last, level", [(2.25, "note"), (1.2, None)])
 def test_a_loss_that_hardly_falls(written, last, level):
     curve = np.linspace(2.3, last, 60) + 1e-3 * NOISE[:60]

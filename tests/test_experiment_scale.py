@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
@@ -82,6 +83,31 @@ def test_raw_targets_are_a_problem_where_nothing_is_learned():
     evidence = evidence_of(model, lambda: F.mse_loss(model(X), 300 + 90 * Y), step=100)
     (said,) = [v for v in are_numbers_of_a_fitting_size(evidence) if v.id]
     assert not said.if_troubled and said.confidence == "likely"
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_how_much_is_explained_is_noted(learned):
+    """Half of the labels are ignored: they are no class."""
+    model, labels = nn.Linear(6, 4), CLASS.clone()
+    labels[::2] = -100
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(100 if learned else 0):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), labels).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    evidence = evidence_of(model, lambda: F.cross_entropy(model(X), labels), step=120)
+    list(are_numbers_of_a_fitting_size(evidence))
+    ((step, share),) = evidence.noted["learned"]
+    assert step == 120 and (share > 0.2) == learned and share < (1 if learned else 0.03)
+
+
+def test_what_a_network_makes_of_its_targets_is_not_noted():
+    model, target = nn.Linear(6, 1), nn.Linear(6, 1)
+    evidence = evidence_of(model, lambda: F.mse_loss(model(X), target(X).detach()), step=120)
+    list(are_numbers_of_a_fitting_size(evidence))
+    assert "learned" not in evidence.noted
 
 
 def test_numbers_of_the_wrong_size_are_followed_to_where_they_are_made():

@@ -143,6 +143,36 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
             yield of_track(track, "loss_hardly_falling", "note", text, ())
 
 
+NOTHING = 0.03  # of the targets explained: a constant explains 0, give or take a batch
+AROUND = 10  # steps whose losses say what it was
+TIME_TO_LEARN = 50  # steps after that one, and a third of the run
+FELL = 0.03  # of the loss at that step: more is learning
+
+
+def nothing_learned(run: Run) -> Iterator[Symptom]:
+    """Predictions that explained nothing of their targets at a step, and a loss that has not fallen since: no better
+    than a constant."""
+    only = list(tracks(run))
+    if len(only) != 1 or facts(run, "policy_loss"):
+        return
+    steps, losses = only[0].steps, only[0].loss
+    for step, share in facts(run, "learned") or ():
+        left = len(steps) - step
+        if not share < NOTHING or left < max(TIME_TO_LEARN, len(steps) / 3):
+            continue
+        then, now = losses[abs(steps - step) <= AROUND], losses[-2 * AROUND :]
+        if not (np.isfinite(then).any() and np.isfinite(now).any()):
+            continue
+        usual, last = float(np.nanmedian(then)), float(np.nanmedian(now))
+        if last > (1 - FELL) * usual > 0:
+            text = (
+                f"at step {step} the predictions explain {100 * share:.1f} % of their targets, and the loss has not "
+                f"fallen since: {usual:.4g} to {last:.4g}"
+            )
+            yield of_track(only[0], "nothing_learned", "note", text, (), step)
+            return
+
+
 def at_optimum(track: Track) -> bool:
     """A loss that starts at, and stays within noise of, zero has nothing left to learn."""
     finite = track.loss[np.isfinite(track.loss)]

@@ -97,7 +97,9 @@ WARMED_UP = 0.3  # of the highest rate of the run: what is less was on its way t
 LONG_WAY_BACK = 0.2  # of a run, spent above the loss of guessing
 
 # Symptoms that say: this training does not go well, whatever the reason.
-TROUBLE = ("nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling")
+TROUBLE = (
+    "nonfinite", "loss_rising", "loss_not_improving", "loss_oscillating", "loss_hardly_falling", "nothing_learned",
+)  # fmt: skip
 
 
 def diagnose(run: Run | str | os.PathLike) -> Diagnosis:

@@ -24,6 +24,7 @@ from gradproof.diagnosis.curves import (
     loss_oscillating,
     loss_spike,
     loss_turned,
+    nothing_learned,
     of_track,
 )
 from gradproof.diagnosis.findings import Symptom
@@ -372,6 +373,7 @@ SYMPTOMS = (
     gradient_growing,
     loss_not_improving,
     loss_hardly_falling,
+    nothing_learned,
     loss_oscillating,
     loss_spike,
     loss_turned,

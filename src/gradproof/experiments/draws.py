@@ -13,6 +13,7 @@ import torch
 from gradproof.experiments.evidence import Evidence, Verdict, confirmed, excluded
 from gradproof.experiments.flow import VIEWS
 from gradproof.experiments.nonfinite import place_of
+from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Operation, references
 from gradproof.tape.operators import argument
 
@@ -79,7 +80,10 @@ def is_a_schedule(evidence: Evidence, lookup: Operation, table: int) -> bool:
     flow = evidence.flow
     if any(ref.slot == table and ref.tracked for ref in references(lookup.args)):
         return any(evidence.slot(slot).dtype.is_floating_point for slot in flow.inputs)
-    value = flow.values([table]).get(table)
+    try:
+        value = flow.values([table]).get(table)
+    except CannotReplay:
+        return False  # a whole data set, of which the tape has what was picked
     if value is None or not value.is_floating_point() or len(value) < 3:
         return False
     steps = torch.diff(value.reshape(len(value), -1).double(), dim=0)

@@ -49,6 +49,7 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
             ):
                 found = True
                 yield verdict
+    note_what_is_learned(evidence)
     tiny = of_first_layer(evidence)
     if tiny is not None:
         yield tiny
@@ -69,6 +70,21 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
                 size = float(value.double().pow(2).mean().sqrt())
                 yield excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
                 return
+
+
+def note_what_is_learned(evidence: Evidence) -> None:
+    """Into the run's facts: how much of its targets a late step explains, where they are data and not a network's."""
+    if evidence.step < LATE:
+        return
+    flow = evidence.flow
+    data = [c for c in flow.comparisons if flow.weights.isdisjoint(flow.ancestors(c.target))]
+    shares = [
+        share for c in data if (share := share_learned(evidence, c)) is not None and math.isfinite(share)
+    ]
+    if shares:
+        known = evidence.memory.setdefault("learned", [])
+        known.append([evidence.step, max(shares)])
+        evidence.noted["learned"] = list(known)
 
 
 def have_the_data_moved(evidence: Evidence) -> Verdict | None:

@@ -376,11 +376,14 @@ def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
         return None
     prediction, target = found[comparison.prediction].double(), found[comparison.target]
     if comparison.kind == "class" and prediction.dim() == 2:
-        log_probs = prediction.log_softmax(1)
+        target = target.reshape(-1)
+        counts_in = (target >= 0) & (target < prediction.shape[1])  # what is ignored is no class
+        log_probs, target = prediction.log_softmax(1)[counts_in], target[counts_in]
         _, counts = torch.unique(target, return_counts=True)
         shares = counts.double() / counts.sum()
-        entropy = float(-(shares * shares.log()).sum())
-        loss = float(-log_probs.gather(1, target.reshape(-1, 1).clamp(min=0)).mean())
+        # few samples of many classes seem surer than they are (Miller and Madow)
+        entropy = float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * max(len(target), 1))
+        loss = float(-log_probs.gather(1, target[:, None]).mean())
         return 1 - loss / entropy if entropy > CERTAIN else None
     if "with_logits" in comparison.operation.name:
         prediction = prediction.sigmoid()

@@ -160,6 +160,7 @@ FACTS: dict[str, Shape] = {
             "where": name,
         }
     ),
+    "learned": list_of(pair_of(whole, number)),
     "copies": list_of(
         record(
             {
