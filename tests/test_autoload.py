@@ -47,6 +47,7 @@ def work(rank, world):
         x = torch.randn(8, 4)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
+    del model  # first: its reducer would free the group, and may wait for gloo's thread for ever
     dist.destroy_process_group()
 
 if __name__ == "__main__":

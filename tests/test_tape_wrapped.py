@@ -118,6 +118,8 @@ def _train_rank(rank, directory):
     assert answer.right, str(answer)
     assert not answer.accumulation, str(answer)
     assert find_first_bad_operation(tape) is None
+    # first: the reducer would free the group, and may wait for gloo's thread for ever
+    del wrapped, tape, answer
     torch.distributed.destroy_process_group()
 
 

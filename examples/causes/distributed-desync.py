@@ -23,6 +23,7 @@ def train(rank, world, port):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    del parallel  # first: its reducer would free the group, and may wait for gloo's thread for ever
     dist.destroy_process_group()
 
 

@@ -35,6 +35,7 @@ def worker(rank, init_file):
         optimizer.step()
         if rank == 0 and step % 25 == 0:
             print(step, round(loss.item(), 4), round(start.item(), 4), flush=True)
+    del ddp  # first: its reducer would free the group, and may wait for gloo's thread for ever
     dist.barrier()
     dist.destroy_process_group()
 

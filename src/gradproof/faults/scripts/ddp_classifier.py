@@ -77,6 +77,7 @@ def worker(rank, init_file):
             f"val loss {F.cross_entropy(logits, y_val).item():.4f} val acc {acc:.4f} replica gap {gap:.2e}",
             flush=True,
         )
+    del model  # its reducer must not be the last to hold the group: freeing that could wait for gloo's thread for ever
     dist.barrier()  # nobody leaves while gloo still holds a tensor of the last reduction
     dist.destroy_process_group()
 
