@@ -383,6 +383,7 @@ def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
         shares = counts.double() / counts.sum()
         # few samples of many classes seem surer than they are (Miller and Madow)
         entropy = float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * max(len(target), 1))
+        entropy = min(entropy, math.log(prediction.shape[1]))
         loss = float(-log_probs.gather(1, target[:, None]).mean())
         return 1 - loss / entropy if entropy > CERTAIN else None
     if "with_logits" in comparison.operation.name:
