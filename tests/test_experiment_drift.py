@@ -48,6 +48,16 @@ def test_views_changed_in_place(make_input):
     assert "test_experiment_drift.py" in verdicts[0].where
 
 
+def test_parts_that_lie_elsewhere_in_each_pass():
+    first = iter(range(0, 300, 7))
+
+    def shifted(data, rows, model):
+        at = next(first) % 24
+        return noisy(data, slice(at, at + 8), model)
+
+    assert ids(found(shifted), "problem") == {ID}
+
+
 def test_one_pass_over_the_data_is_silent():
     assert not found(noisy, steps=4)
 

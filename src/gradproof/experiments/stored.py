@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -161,7 +161,7 @@ ALTERS = (
     "scatter_add_",
 )
 CUTS = ALIASES | {"narrow", "unbind", "split"}
-TIMES = 3  # cuts that were written to a second time
+TIMES = 3  # steps that have written where an earlier one had
 LOOK_AT = 4096  # entries of the data, to know them again
 SAME = 0.3  # of these unchanged from one taped step to the next: the same data
 
@@ -171,14 +171,15 @@ class Data:
     """What is known of one tensor that batches are cut from."""
 
     entries: Tensor
-    cuts: dict[tuple, int] = field(default_factory=dict)  # which part -> steps at which it was written to
+    written: Tensor  # whether each entry was, at some taped step
+    again: int = 0  # steps that have written to what was written before
 
 
 def parts_that_are_changed(evidence: Evidence) -> Iterator[Verdict]:
-    """`x = data[i:j]; x += noise`: a batch that is a view of the data, changed in place at more than one step."""
+    """`x = data[i:j]; x += noise`: a batch that is a view of the data, changed in place, and again when it is back."""
     known: dict[tuple, Data] = evidence.memory.setdefault("drift", {})
     done: set[int] = set()
-    for op, leaf, cut in writes_into_data(evidence):
+    for op, leaf, part in writes_into_data(evidence):
         if leaf in done:
             continue
         done.add(leaf)
@@ -187,23 +188,23 @@ def parts_that_are_changed(evidence: Evidence) -> Iterator[Verdict]:
         entries = entries[:: max(1, len(entries) // LOOK_AT)].clone()
         data = known.get(shape)
         if data is None or float((data.entries == entries).double().mean()) < SAME:
-            data = known[shape] = Data(entries)
+            data = known[shape] = Data(entries, torch.zeros(math.prod(shape), dtype=torch.bool))
         data.entries = entries
-        data.cuts[cut] = data.cuts.get(cut, 0) + 1
-        twice = sum(times > 1 for times in data.cuts.values())
-        if twice >= TIMES:
+        data.again += bool(data.written[part].any())
+        data.written[part] = True
+        if data.again >= TIMES:
             yield confirmed(
                 "aliasing-or-inplace/stored-data-changed",
                 f"{op.name} changes a part of the {list(shape)} that batches are cut from, on its way into the model; "
-                f"{twice} parts were changed at two or more of the taped steps: the data drift away",
+                f"{data.again} of the taped steps changed what an earlier one had changed: the data drift away",
                 where=place_of(op.module, op.line),
                 confidence="proven",  # written into the memory of the data
             )
             return
 
 
-def writes_into_data(evidence: Evidence) -> Iterator[tuple[Operation, int, tuple]]:
-    """(operation, the data, which part of them) where a part of a leaf is changed and then given to the model."""
+def writes_into_data(evidence: Evidence) -> Iterator[tuple[Operation, int, Tensor]]:
+    """(operation, the data, which of their entries) where a part of a leaf is changed and then given to the model."""
     flow, tape = evidence.flow, evidence.tape
     storages = {
         leaf.storage: leaf.index for leaf in tape.inputs if leaf.shape and leaf.index in tape.memory_of
@@ -224,7 +225,7 @@ def writes_into_data(evidence: Evidence) -> Iterator[tuple[Operation, int, tuple
         ):
             continue
         if not is_written_by_the_network(evidence, slot.storage):
-            yield op, leaf, cut_of(evidence, slot.index, leaf)
+            yield op, leaf, entries_of(evidence, slot.index, leaf)
 
 
 # the whole --------------------------------------------------------------------------------------------------
@@ -297,13 +298,17 @@ def slot_rows(shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
     return shape[0] if len(shape) == len(whole) else 1
 
 
-def cut_of(evidence: Evidence, slot: int, leaf: int) -> tuple:
-    """The numbers of all cuts between a part and the whole."""
-    found: list = []
+def entries_of(evidence: Evidence, slot: int, leaf: int) -> Tensor:
+    """Which entries of the whole a part holds: the cuts between them, made in their numbers."""
+    cuts: list[tuple[Operation, int]] = []
     while slot != leaf:
-        maker = evidence.flow.maker(slot)
-        if maker is None:
-            break
-        found.append(tuple(arg for arg in maker.args[1:] if isinstance(arg, (int, list, tuple))))
+        maker = evidence.maker(slot)
+        assert maker is not None
+        cuts.append((maker, maker.makes.index(slot)))
         slot = maker.reads[0]
-    return tuple(map(str, found))
+    shape = evidence.slot(leaf).shape
+    numbers: Tensor = torch.arange(math.prod(shape)).view(shape)
+    for op, place in reversed(cuts):
+        cut = op.func(numbers, *op.args[1:], **op.kwargs)
+        numbers = cut if isinstance(cut, Tensor) else cut[place]
+    return numbers.flatten()
