@@ -37,6 +37,7 @@ from gradproof.tape.specimen import Specimen
 from gradproof.tape.tensors import nbytes
 
 ALLOWANCE = 1.0  # seconds of wall time that recording may add before its share counts
+IN_A_ROW_AT_MOST = 0.6  # of that, for steps one after the other: what is left is for the landmarks of short runs
 SHARE = 0.01  # of the wall time, after that
 MOST_OPERATIONS = 300_000  # of one step
 EARLY = [round(10 ** (k / 2)) for k in range(6)]  # 1, 3, 10, 32, 100, 316
@@ -147,6 +148,7 @@ class Taping:
         self.only = only  # the one step that was asked for
         # a budget that was asked for knows no allowance: landmarks only, each when it has been earned
         self._allowance, self._share = (ALLOWANCE, SHARE) if budget is None else (0.0, budget)
+        self._for_ordinary = IN_A_ROW_AT_MOST * self._allowance
         self.shelf = shelf
         self._session = session
         self._on_cpu: list[bool] = []  # of each model
@@ -263,7 +265,7 @@ class Taping:
         """
         if self.recorder is not None or self.trouble or self._overdue is not None:
             return False
-        if self.taped < MOST_IN_A_ROW and self._has_allowance():
+        if self.taped < MOST_IN_A_ROW and self.spent + self._cost < self._for_ordinary:
             return False
         if torch.cuda._initialized and self._room.has_work:
             return False
@@ -390,7 +392,7 @@ class Taping:
         if self.only is not None:
             return step == self.only
         ordinary = not self.trouble and not self._is_landmark(step)
-        if ordinary and (self.taped >= MOST_IN_A_ROW or not self._has_allowance()):
+        if ordinary and (self.taped >= MOST_IN_A_ROW or self.spent + self._cost >= self._for_ordinary):
             return False  # as most steps are: nothing more is asked of them
         if not self.shelf.has_room or (step in PLAIN_STEPS and not self.trouble):
             return False
@@ -424,6 +426,7 @@ class Taping:
         self._stages += 1
         self._first = self._step
         if self._allowance:
+            self._for_ordinary = self.spent + IN_A_ROW_AT_MOST * STAGE_ALLOWANCE
             self._allowance = max(self._allowance, self.spent) + STAGE_ALLOWANCE
 
     def row_written(self, row: dict[str, Any]) -> None:
