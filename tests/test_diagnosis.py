@@ -585,6 +585,14 @@ def verdict(family, answer, **facts):
     return {"family": family, "id": f"{family}/tested", "verdict": answer, "confidence": "proven", **facts}
 
 
+def test_a_cause_is_there_since_the_first_step_that_shows_it_whichever_was_asked_first(written):
+    made = written(loss=FALLING)
+    for step in (13, 1, 4):
+        made.event("verdict", **verdict("lr-too-high", "confirmed", evidence=["overshoots"]), step=step)
+    (found,) = diagnose(made.read()).causes
+    assert found.step == 1
+
+
 @pytest.mark.parametrize("said", [{}, {"confidence": None}, {"confidence": ""}])
 def test_a_verdict_that_does_not_say_how_sure_it_is_is_only_possible(written, said):
     made = written(loss=FALLING)

@@ -188,8 +188,10 @@ def last_verdicts(run: Run) -> list[dict[str, Any]]:
             continue
         before = last.setdefault((event.get("experiment", ""), event["family"]), [])
         ids = [(said["verdict"], said.get("id")) for said in before]
-        same = ("confirmed", event.get("id")) in ids
-        since = before[ids.index(("confirmed", event.get("id")))]["since"] if same else event.get("step")
+        since = event.get("step")
+        if ("confirmed", event.get("id")) in ids:  # the step that failed may have been asked first
+            known = before[ids.index(("confirmed", event.get("id")))]["since"]
+            since = min((step for step in (known, since) if step is not None), default=None)
         before[:] = standing(before, {**event, "since": since})
     return [said for verdicts in last.values() for said in verdicts]
 

@@ -21,7 +21,7 @@ from gradproof.experiments.evidence import Evidence
 from gradproof.experiments.flow import VIEWS
 
 FEW = 64  # numbers of a sample that are columns; more are a series, an image or a text
-MOST_CHANNELS = 16
+MOST_CHANNELS = 16  # that are told apart: in what has more along its second axis, that is time or space
 CHANCE = 1e-6  # of all that is compared: one in a million is no chance
 APART = 0.1  # of the samples: distributions that differ in less are not shown
 TWICE = 2.0  # times what batches of before differ among each other
