@@ -98,7 +98,8 @@ class State:
         self.on_storage: dict[int, list[int]] = {}  # address of a storage -> its slots
         self.storage_number: dict[int, int] = {}
         self.geometry: dict[int, tuple] = {}
-        self.refs: dict[int, Ref] = {}
+        self.refs: dict[int, Ref] = {}  # by slot
+        self.tracked_refs: dict[int, Ref] = {}
         self.memory_of: dict[int, Memory] = {}
         self.apart: set[int] = set()  # storages too large to keep whole: each view is a leaf of its own
         self.large: set[int] = set()  # slots of a whole data set: what is picked from them is kept instead
@@ -342,11 +343,8 @@ class State:
 
     def ref(self, slot: int, tracked: bool) -> Ref:
         """One object for all that name a slot: of every object that is kept, Python's garbage collector hears."""
-        key = 2 * slot + tracked
-        known = self.refs.get(key)
-        if known is None:
-            known = self.refs[key] = Ref(slot, tracked)
-        return known
+        refs = self.tracked_refs if tracked else self.refs
+        return refs.get(slot) or refs.setdefault(slot, Ref(slot, tracked))
 
     def slot(self, tensor: torch.Tensor) -> int:
         """The slot of a tensor; one never seen is an alias of known memory, or a leaf."""
@@ -362,14 +360,12 @@ class State:
     def result(self, tensor: torch.Tensor, operation: int) -> Ref:
         index = self.slot_of.get(tensor._cdata)
         if index is None:
-            index = self.new_slot(tensor, made_by=operation)
+            index = self.new_slot(tensor, operation)
         return self.ref(index, tensor.requires_grad)
 
     def new_slot(self, tensor: torch.Tensor, made_by: int | None) -> int:
-        index = len(self.tape.slots)
-        shape = tuple(tensor.shape)
-        slot = Slot(index, shape, tensor.dtype, tensor.device, made_by)
-        self.tape.slots.append(slot)
+        slots = self.tape.slots
+        index, shape, number = len(slots), tuple(tensor.shape), -1
         self.slot_of[tensor._cdata] = index
         self.pins.tensor(tensor)
         key = storage_key(tensor)
@@ -379,17 +375,17 @@ class State:
                 on_it = self.on_storage[key] = []
                 self.pins.storage(tensor.untyped_storage())
             on_it.append(index)
-            slot.storage = self.storage_number.setdefault(key, len(self.storage_number))
+            number = self.storage_number.setdefault(key, len(self.storage_number))
             self.geometry[index] = (shape, tensor.stride(), tensor.storage_offset())
+        slots.append(Slot(index, shape, tensor.dtype, tensor.device, made_by, number))
         return index
 
     def alias_or_leaf(self, tensor: torch.Tensor) -> int:
         key = storage_key(tensor)
-        same_type = [
-            other
-            for other in self.on_storage.get(key or 0, ())
-            if self.tape.slots[other].dtype == tensor.dtype
-        ]
+        on_it = self.on_storage.get(key or 0)
+        if on_it is None:
+            return self.leaf(tensor, key)
+        same_type = [other for other in on_it if self.tape.slots[other].dtype == tensor.dtype]
         geometry = geometry_of(tensor)
         same = [other for other in same_type if self.geometry[other] == geometry]
         if not same_type or (key in self.apart and not same):

@@ -105,19 +105,20 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
     Whole numbers beside real ones do not count: fused attention hands out seeds that it never used.
     """
-    tensors = [t for t in tensors if t.is_floating_point()] or tensors
-    summed = [t for t in tensors if t.layout is torch.strided and t.dtype in _SUMMED and t.numel() > 0]
+    if len(tensors) > 1:
+        tensors = [t for t in tensors if t.is_floating_point()] or tensors
+    summed = [
+        (t, kind)
+        for t in tensors
+        if (kind := _SUMMED.get(t.dtype)) is not None and t.layout is torch.strided and t.numel() > 0
+    ]
     if len(summed) < 2:
-        return _sum_of(summed[0]) if summed else None
+        return summed[0][0].sum(dtype=summed[0][1]) if summed else None
     # a number is its own sum: an optimizer counts the steps of hundreds of parameters, each in a tensor
-    sums = [t if t.dim() == 0 and t.dtype is _SUMMED[t.dtype] else _sum_of(t) for t in summed]
+    sums = [t if t.dtype is kind and t.dim() == 0 else t.sum(dtype=kind) for t, kind in summed]
     if len({total.device for total in sums}) > 1:
         sums = [total.cpu() for total in sums]
     return torch.stack(sums).sum(dtype=torch.float64)
-
-
-def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.sum(dtype=_SUMMED[tensor.dtype])
 
 
 def numbers_on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
