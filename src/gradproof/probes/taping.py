@@ -378,7 +378,7 @@ class Taping:
                 for parameter in group["params"]:
                     yield parameter
                     state = optimizer.state.get(parameter, {})
-                    yield from (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+                    yield from (v for v in state.values() if isinstance(v, torch.Tensor))
 
     def _has_room_for(self, memories: Iterable[torch.Tensor]) -> bool:
         """Whether the host's memory is ready for them: what is small finds some at once."""

@@ -113,8 +113,8 @@ class Encoder:
         return self._other(value)
 
     def text(self, value: Any) -> str:
-        """The same as JSON. A tape is spelt piece by piece: as one tree of lists it would be a hundred thousand objects,
-        and Python, which looks through all there are where so many are added, would stop the training for 0.2 s.
+        """The same as JSON. A tape is spelt piece by piece: as one tree of lists it would be 100,000 objects, and
+        Python, which looks through all there are where so many are added, would stop the training for 0.2 s.
         """
         if type(value) is Tape:
             parts = ", ".join(map(self.text, _PARTS[Tape](value)))
