@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -26,17 +27,16 @@ class Living(Generic[V]):
 
     def __init__(self, entries: Iterable[tuple[Any, V]] = ()) -> None:
         # an id is free for another object only after the callback of the reference has run
-        known: dict[int, tuple[weakref.ref[Any], V]] = {}
-        self._entries = known
-        self._forget = lambda reference: known.pop(reference.key, None)
+        self._entries: dict[int, tuple[weakref.ref[Any], V]] = {}
         for thing, value in entries:
             self[thing] = value
 
     def __setitem__(self, thing: Any, value: V) -> None:
-        key = id(thing)
-        known = self._entries.get(key)
-        reference = weakref.KeyedRef(thing, self._forget, key) if known is None else known[0]
-        self._entries[key] = (reference, value)
+        key, entries = id(thing), self._entries
+        known = entries.get(key)
+        # called with the reference, which pop takes for its default
+        reference = weakref.ref(thing, partial(entries.pop, key)) if known is None else known[0]
+        entries[key] = (reference, value)
 
     def __getitem__(self, thing: Any) -> V:
         return self._entries[id(thing)][1]
