@@ -29,6 +29,7 @@ from gradproof.probes.guard import raised_by_signal
 from gradproof.probes.shelf import Shelf, available_memory
 from gradproof.tape.arrays import content_of
 from gradproof.tape.aside import SMALL, Room, ahead_of
+from gradproof.tape.collector import rare_full_collections
 from gradproof.tape.modes import unseen_by_modes
 from gradproof.tape.operations import Tape
 from gradproof.tape.record import Recorder
@@ -239,7 +240,7 @@ class Taping:
             if whole and self._is_the_rest_of_a_step(tape):
                 self._overdue = self._step if self._at_landmark else None
             elif whole and len(tape.operations) < MOST_OPERATIONS:
-                with same_random_numbers(), unseen_by_modes():
+                with same_random_numbers(), unseen_by_modes(), rare_full_collections():
                     self._shelve(recorder, again=self._again)
         except Exception as error:
             self._give_up(error)
@@ -379,7 +380,7 @@ class Taping:
                 for parameter in group["params"]:
                     yield parameter
                     state = optimizer.state.get(parameter, {})
-                    yield from (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+                    yield from (v for v in state.values() if isinstance(v, torch.Tensor))
 
     def _has_room_for(self, memories: Iterable[torch.Tensor]) -> bool:
         """Whether the host's memory is ready for them: what is small finds some at once."""

@@ -115,7 +115,7 @@ def _stand_in(state: State, real: list[Tensor], eager: list[Tensor] | None) -> N
             raise RuntimeError("a compiled module returned other shapes than its eager twin")
         slot = state.slot(ours)
         state.slot_of[theirs._cdata] = slot
-        state.pin(theirs)
+        state.pins.tensor(theirs)
         key = storage_key(theirs)
         if key is not None and slot not in state.on_storage.setdefault(key, []):
             state.on_storage[key].append(slot)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
 from gradproof.tape.operations import (
     BackwardCall,
@@ -165,55 +167,56 @@ def _note_what_arrived(state: State, call: BackwardCall) -> None:
 
 def _watch_nodes(state: State, hooks: ExitStack, call: BackwardCall, roots: list[torch.Tensor]) -> None:
     functions = {function.sequence: function for function in state.tape.functions}
+    guarded = state.guarded
+    handles: list[RemovableHandle] = []
+    hooks.callback(_remove_all, handles)
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
-            hook = _contribution_hook(state, call, node.variable)
-            hooks.callback(node.register_prehook(hook).remove)
+            hook = partial(guarded, _note_contribution, state, call, node.variable)
+            handles.append(node.register_prehook(hook))
         else:
             sequence = node._sequence_nr()
-            hooks.callback(node.register_prehook(_received_hook(state, call, sequence)).remove)
+            handles.append(node.register_prehook(partial(guarded, _note_received, state, call, sequence)))
             function = functions.get(sequence)
             ours = isinstance(node, BackwardCFunction) or (
                 function and isinstance(function.cls, OperatorFunction)
             )
             if function is not None and ours:
-                hooks.callback(node.register_hook(_function_hook(state, call, function)).remove)
+                handles.append(node.register_hook(partial(guarded, _note_function, state, call, function)))
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 waiting.append(child)
 
 
-def _contribution_hook(state: State, call: BackwardCall, parameter: torch.Tensor) -> Callable:
-    def note(gradients: tuple) -> None:
-        if gradients[0] is not None:
-            state.load_unknown([gradients[0]], None)  # what a kernel behind a pointer has written
-            owner, gradient = state.slot(parameter), state.slot(gradients[0])
-            call.contributions.append((len(state.tape.operations), owner, gradient))
-
-    return lambda gradients: state.guarded(note, gradients)
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
-def _received_hook(state: State, call: BackwardCall, sequence: int) -> Callable:
-    def note(gradients: tuple) -> None:
-        for output, gradient in enumerate(gradients):
-            slot = state.made_at.get((sequence, output))
-            if gradient is not None and slot is not None:
-                made = state.slot(gradient)
-                call.received.append((len(state.tape.operations), slot, made))
-
-    return lambda gradients: state.guarded(note, gradients)
+def _note_contribution(state: State, call: BackwardCall, parameter: torch.Tensor, gradients: tuple) -> None:
+    if gradients[0] is not None:
+        state.load_unknown([gradients[0]], None)  # what a kernel behind a pointer has written
+        owner, gradient = state.slot(parameter), state.slot(gradients[0])
+        call.contributions.append((len(state.tape.operations), owner, gradient))
 
 
-def _function_hook(state: State, call: BackwardCall, function: FunctionCall) -> Callable:
-    def note(gradients_out: tuple, gradients_in: tuple) -> None:
-        state.look_at_lent()
-        state.load_unknown([g for g in gradients_out if g is not None], None)
-        slots_in = [None if g is None else state.slot(g) for g in gradients_in]
-        slots_out = [None if g is None else state.slot(g) for g in gradients_out]
-        function.backwards.append((len(state.tape.operations), slots_in, slots_out, call.first))
+def _note_received(state: State, call: BackwardCall, sequence: int, gradients: tuple) -> None:
+    for output, gradient in enumerate(gradients):
+        slot = state.made_at.get((sequence, output))
+        if gradient is not None and slot is not None:
+            made = state.slot(gradient)
+            call.received.append((len(state.tape.operations), slot, made))
 
-    return lambda gradients_out, gradients_in: state.guarded(note, gradients_out, gradients_in)
+
+def _note_function(
+    state: State, call: BackwardCall, function: FunctionCall, gradients_out: tuple, gradients_in: tuple
+) -> None:
+    state.look_at_lent()
+    state.load_unknown([g for g in gradients_out if g is not None], None)
+    slots_in = [None if g is None else state.slot(g) for g in gradients_in]
+    slots_out = [None if g is None else state.slot(g) for g in gradients_out]
+    function.backwards.append((len(state.tape.operations), slots_in, slots_out, call.first))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -33,7 +34,8 @@ class Living(Generic[V]):
     def __setitem__(self, thing: Any, value: V) -> None:
         key, entries = id(thing), self._entries
         known = entries.get(key)
-        reference = weakref.ref(thing, lambda _: entries.pop(key, None)) if known is None else known[0]
+        # called with the reference, which pop takes for its default
+        reference = weakref.ref(thing, partial(entries.pop, key)) if known is None else known[0]
         entries[key] = (reference, value)
 
     def __getitem__(self, thing: Any) -> V:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from types import CodeType
 
 import torch
@@ -24,6 +25,12 @@ _HIDDEN = (
 _kinds: dict[str, str] = {}  # file name -> whose it is
 
 
+@cache
+def _line(file: str, number: int, function: str) -> Line:
+    """One object for each: a step has thousands of operations, and few lines."""
+    return Line(file, number, function)
+
+
 def _kind_of(file: str) -> str:
     if not file.startswith(_HIDDEN):
         return "theirs"
@@ -42,7 +49,7 @@ def user_line(outermost: CodeType | None = None) -> tuple[Line | None, bool]:
         if kind is None:
             kind = _kinds[code.co_filename] = _kind_of(code.co_filename)
         if kind == "theirs":
-            return Line(code.co_filename, frame.f_lineno, code.co_name), scaled
+            return _line(code.co_filename, frame.f_lineno, code.co_name), scaled
         scaled = scaled or kind == "scaler"
         frame = frame.f_back  # type: ignore[assignment]
     return None, False

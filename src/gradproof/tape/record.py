@@ -29,11 +29,12 @@ from gradproof.tape.calls import (
     watched_modules,
     watched_optimizers,
 )
+from gradproof.tape.collector import rare_full_collections
 from gradproof.tape.compiled import compiled_calls
 from gradproof.tape.engine import watched_backwards
 from gradproof.tape.kernels import watched_addresses, watched_kernels
 from gradproof.tape.living import Living
-from gradproof.tape.modes import below_all, unseen_by_modes, without_gradient
+from gradproof.tape.modes import below_all, unseen_by_modes
 from gradproof.tape.operations import Tape
 from gradproof.tape.operators import traits_of
 from gradproof.tape.shards import is_hypothetical
@@ -84,6 +85,7 @@ class Recorder:
 
     def _listen(self) -> None:
         try:
+            self._stack.enter_context(rare_full_collections())
             for watched in WATCHES:
                 if self._inside_optimizer_hook and watched is watched_optimizers:
                     continue
@@ -116,7 +118,7 @@ class Recorder:
     def stop(self) -> Tape:
         """Ends the tape, which owns everything it needs from here on."""
         self._stack.close()
-        with unseen_by_modes():
+        with unseen_by_modes(), rare_full_collections():
             self.state.finish()
         return self.tape
 
@@ -144,7 +146,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         state, traits = self.state, traits_of(func)
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             if state.sharded and not state.backward and not torch.is_grad_enabled():
                 return func(*args, **kwargs)  # an update or a norm of parts, which the ranks make together
             return NotImplemented  # DTensor and its kin unfold themselves, and come back here
@@ -159,10 +161,10 @@ class _Mode(TorchDispatchMode):
             state.tape.broken = "a CUDA graph is captured: nothing of ours may run on its stream"
             return func(*args, **kwargs)
         grad_enabled = state.grad_enabled = torch.is_grad_enabled()
-        pending = state.guarded(without_gradient, state.before, traits, func, args, kwargs, grad_enabled)
+        pending = state.beside(state.before, traits, func, args, kwargs, grad_enabled)
         result = func(*args, **kwargs)
         if pending is not None:
-            state.guarded(without_gradient, state.after, pending, traits, func, args, kwargs, result)
+            state.beside(state.after, pending, traits, func, args, kwargs, result)
         return result
 
 

@@ -136,8 +136,8 @@ def save(specimen: Specimen, directory: str | os.PathLike) -> Path:
     """Write a specimen below a directory, whole or not at all; its path."""
     encoder = Encoder()
     facts = {part.name: encoder.encode(getattr(specimen.facts, part.name)) for part in fields(Facts)}
-    parts = {name: encoder.encode(getattr(specimen, name)) for name in PARTS}
-    text = json.dumps({**parts, "facts": facts}, allow_nan=False).encode()
+    parts = [f'"{name}": {encoder.text(getattr(specimen, name))}' for name in PARTS]
+    text = f'{{{", ".join(parts)}, "facts": {json.dumps(facts, allow_nan=False)}}}'.encode()
     target = Path(directory) / f"step-{specimen.step:08d}"
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     draft.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradproof.tape.arrays import Arrays
 from gradproof.tape.aside import Ahead, on_host
@@ -38,6 +37,7 @@ from gradproof.tape.operators import (
     ignores_first_argument,
     is_random,
 )
+from gradproof.tape.pins import Pins
 from gradproof.tape.places import user_line
 from gradproof.tape.shards import Talk, is_sharded, local
 from gradproof.tape.tensors import (
@@ -98,6 +98,8 @@ class State:
         self.on_storage: dict[int, list[int]] = {}  # address of a storage -> its slots
         self.storage_number: dict[int, int] = {}
         self.geometry: dict[int, tuple] = {}
+        self.refs: dict[int, Ref] = {}  # by slot
+        self.tracked_refs: dict[int, Ref] = {}
         self.memory_of: dict[int, Memory] = {}
         self.apart: set[int] = set()  # storages too large to keep whole: each view is a leaf of its own
         self.large: set[int] = set()  # slots of a whole data set: what is picked from them is kept instead
@@ -108,7 +110,7 @@ class State:
         self.lent: list[tuple[torch.Tensor, float | None]] = []  # by its address, with what it held
         self.arrays = Arrays()
         self.was_read: set[int] = set()
-        self.pins: list = []  # weak references: as long as they live, no address is used twice
+        self.pins = Pins()  # as long as they are there, no address is used twice
         self.module_stack: list[tuple[ModuleCall | None, str]] = []
         self.module_paths: dict[int, str] = {}
         self.call: FunctionCall | None = None
@@ -150,6 +152,15 @@ class State:
         finally:
             self.paused = outer
 
+    def beside(self, function: Callable, *args: Any) -> Any:
+        """The same beside an operation, where autograd follows nothing."""
+        follows = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)  # inside: when it returns, a signal handler may raise
+            return self.guarded(function, *args)
+        finally:
+            torch._C._set_grad_enabled(follows)
+
     def guarded_call(self, function: Callable[[], Any]) -> Any:
         """The same for what is to be taped."""
         try:
@@ -171,13 +182,12 @@ class State:
 
     def before(self, traits: Traits, func: Any, args: tuple, kwargs: dict, grad_enabled: bool) -> Pending:
         """Everything that has to be known before the operator changes its arguments."""
-        self.look_at_lent()
+        if self.lent:
+            self.look_at_lent()
         line, scaled = self.user_line()
-        written = [
-            value
-            for position, key in traits.writes
-            for value in tensors_in(args[position] if position < len(args) else kwargs.get(key))
-        ]
+        written: list[torch.Tensor] = []
+        for position, key in traits.writes:
+            written += tensors_in(args[position] if position < len(args) else kwargs.get(key))
         if (
             self.unknown and traits.reads_values and not traits.collective
         ):  # a receiver's memory is no value yet
@@ -188,8 +198,7 @@ class State:
         flat: list[Ref] = []
 
         def refer(tensor: torch.Tensor) -> Ref:
-            ref = Ref(self.slot(tensor), tensor.requires_grad)
-            flat.append(ref)
+            flat.append(ref := self.reference(tensor))
             return ref
 
         ref_args = map_tensors(args, refer)
@@ -330,7 +339,12 @@ class State:
     # -- slots
 
     def reference(self, tensor: torch.Tensor) -> Ref:
-        return Ref(self.slot(tensor), tensor.requires_grad)
+        return self.ref(self.slot(tensor), tensor.requires_grad)
+
+    def ref(self, slot: int, tracked: bool) -> Ref:
+        """One object for all that name a slot: of every object that is kept, Python's garbage collector hears."""
+        refs = self.tracked_refs if tracked else self.refs
+        return refs.get(slot) or refs.setdefault(slot, Ref(slot, tracked))
 
     def slot(self, tensor: torch.Tensor) -> int:
         """The slot of a tensor; one never seen is an alias of known memory, or a leaf."""
@@ -346,37 +360,32 @@ class State:
     def result(self, tensor: torch.Tensor, operation: int) -> Ref:
         index = self.slot_of.get(tensor._cdata)
         if index is None:
-            index = self.new_slot(tensor, made_by=operation)
-        return Ref(index, tensor.requires_grad)
+            index = self.new_slot(tensor, operation)
+        return self.ref(index, tensor.requires_grad)
 
     def new_slot(self, tensor: torch.Tensor, made_by: int | None) -> int:
-        index = len(self.tape.slots)
-        shape = tuple(tensor.shape)
-        slot = Slot(index, shape, tensor.dtype, tensor.device, made_by)
-        self.tape.slots.append(slot)
+        slots = self.tape.slots
+        index, shape, number = len(slots), tuple(tensor.shape), -1
         self.slot_of[tensor._cdata] = index
-        self.pin(tensor)
+        self.pins.tensor(tensor)
         key = storage_key(tensor)
         if key is not None:
             on_it = self.on_storage.get(key)
             if on_it is None:
                 on_it = self.on_storage[key] = []
-                self.pins.append(StorageWeakRef(tensor.untyped_storage()))
+                self.pins.storage(tensor.untyped_storage())
             on_it.append(index)
-            slot.storage = self.storage_number.setdefault(key, len(self.storage_number))
+            number = self.storage_number.setdefault(key, len(self.storage_number))
             self.geometry[index] = (shape, tensor.stride(), tensor.storage_offset())
+        slots.append(Slot(index, shape, tensor.dtype, tensor.device, made_by, number))
         return index
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        self.pins.append(torch._C._WeakTensorRef(tensor))  # type: ignore[attr-defined]
 
     def alias_or_leaf(self, tensor: torch.Tensor) -> int:
         key = storage_key(tensor)
-        same_type = [
-            other
-            for other in self.on_storage.get(key or 0, ())
-            if self.tape.slots[other].dtype == tensor.dtype
-        ]
+        on_it = self.on_storage.get(key or 0)
+        if on_it is None:
+            return self.leaf(tensor, key)
+        same_type = [other for other in on_it if self.tape.slots[other].dtype == tensor.dtype]
         geometry = geometry_of(tensor)
         same = [other for other in same_type if self.geometry[other] == geometry]
         if not same_type or (key in self.apart and not same):

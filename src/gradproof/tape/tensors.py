@@ -17,6 +17,9 @@ _SUMMED = {
     torch.bool: torch.int64,
 }
 
+# what arguments are besides tensors, told by one look: isinstance asks the class of a tensor, which takes longer
+_NO_TREES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
+
 
 def alias(source: torch.Tensor, size: tuple, stride: tuple, offset: int) -> torch.Tensor:
     """A second tensor on known memory that no operator made: a saved activation, a shallow copy."""
@@ -36,6 +39,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    if type(tree) in _NO_TREES:
+        return
     if isinstance(tree, torch.Tensor):
         found.append(tree)
     elif isinstance(tree, (tuple, list)):
@@ -47,6 +52,8 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
 
 
 def map_tensors(tree: Any, function: Callable, other: Callable | None = None) -> Any:
+    if type(tree) in _NO_TREES:
+        return tree if other is None else other(tree)
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (tuple, list)):
@@ -62,7 +69,7 @@ def plain(value: Any) -> Any:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     try:
         return tensor.untyped_storage()._cdata
@@ -98,15 +105,17 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 
     Whole numbers beside real ones do not count: fused attention hands out seeds that it never used.
     """
-    if any(t.is_floating_point() for t in tensors):
-        tensors = [t for t in tensors if t.is_floating_point()]
-    sums = [
-        t.sum(dtype=_SUMMED[t.dtype])
+    if len(tensors) > 1:
+        tensors = [t for t in tensors if t.is_floating_point()] or tensors
+    summed = [
+        (t, kind)
         for t in tensors
-        if t.layout == torch.strided and t.dtype in _SUMMED and t.numel() > 0
+        if (kind := _SUMMED.get(t.dtype)) is not None and t.layout is torch.strided and t.numel() > 0
     ]
-    if len(sums) < 2:
-        return sums[0] if sums else None
+    if len(summed) < 2:
+        return summed[0][0].sum(dtype=summed[0][1]) if summed else None
+    # a number is its own sum: an optimizer counts the steps of hundreds of parameters, each in a tensor
+    sums = [t if t.dtype is kind and t.dim() == 0 else t.sum(dtype=kind) for t, kind in summed]
     if len({total.device for total in sums}) > 1:
         sums = [total.cpu() for total in sums]
     return torch.stack(sums).sum(dtype=torch.float64)
