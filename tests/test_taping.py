@@ -122,8 +122,8 @@ def test_without_one_the_allowance_goes_first_then_landmarks_and_trouble(monkeyp
 
 def test_something_is_left_for_the_landmarks_of_a_short_run(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "STEP", 0.002)
-    monkeypatch.setattr(sys.modules[__name__], "RECORDING", 0.12)
-    assert {0, 1, 3, 4, 32, 100, 316} == set(Simulation(monkeypatch).run(330).taped) - set(range(5, 30))
+    monkeypatch.setattr(sys.modules[__name__], "RECORDING", 0.06)
+    assert {32, 100} <= set(Simulation(monkeypatch).run(330).taped)
 
 
 def test_noise_early_on_leaves_room_for_what_goes_wrong_late(monkeypatch):

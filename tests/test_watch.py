@@ -17,6 +17,7 @@ import gradproof
 from gradproof import errors
 from gradproof.probes import ledger, modules, optimizer, parameters, session, tensors
 from gradproof.probes.schedule import Purse
+from gradproof.probes.step import OpenStep
 from gradproof.probes.watch import watch
 from gradproof.record.run import open_run
 
@@ -644,3 +645,29 @@ def test_watching_is_silent(tmp_path, capfd):
         warnings.simplefilter("error")
         train(trainings.mlp, tmp_path / "run")
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_gpu_has_counted_is_written_as_what_a_cpu_has(tmp_path, monkeypatch):
+    def run(name):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        with gradproof.watch(model, optimizer, out=tmp_path / name, experiments=False):
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(torch.randn(6, 4)) + model(torch.randn(6, 4))).square().mean().backward()
+                optimizer.step()
+        return open_run(tmp_path / name).distributions
+
+    plain = run("plain")
+
+    def far(step, start, sample):
+        step._far_samples.append((start, sample))
+
+    monkeypatch.setattr(OpenStep, "_add_sample", far)
+    counted = run("counted")
+    assert len(plain) == len(counted) > 0
+    for one, other in zip(plain, counted, strict=True):
+        order, same = np.argsort(one.numbers), np.argsort(other.numbers)
+        assert (one.step, list(one.numbers[order])) == (other.step, list(other.numbers[same]))
+        np.testing.assert_array_equal(one.values[order], other.values[same])

@@ -121,9 +121,12 @@ class Ledger:
 
     def _write_distributions(self, step: OpenStep, number: int, found: dict[str, np.ndarray]) -> None:
         rows: dict[int, np.ndarray] = {}
-        for word, count in (("distribution ", np.asarray), ("sample ", measuring.distributions)):
-            for start in _starts(found, word):
-                self._count_new(rows, step.rows[start:], found[f"{word}{start}"], count)
+        for group, places in enumerate(step.counted):
+            keys = [step.rows[place] for place in places]
+            self._count_new(rows, keys, found[f"distribution {group}"], np.asarray)
+        for start in _starts(found, "sample "):
+            sample = found[f"sample {start}"]
+            self._count_new(rows, step.rows[start : start + len(sample)], sample, measuring.distributions)
         if rows:
             numbers = np.array(list(rows))
             self._writer.write_frame(DISTRIBUTION_FRAME, number, numbers, np.stack(list(rows.values())))
@@ -133,7 +136,7 @@ class Ledger:
     ) -> None:
         """Of a module that is called several times the first call stands for all."""
         places: dict[int, int] = {}
-        for place, key in zip(range(len(found)), keys, strict=False):
+        for place, key in enumerate(keys):
             places.setdefault(self._writer.add_tensor(*key), place)
         new = [number for number in places if number not in rows]
         if new:

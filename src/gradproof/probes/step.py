@@ -35,6 +35,8 @@ class OpenStep:
         self.row: dict[str, Any] = {}
         self.losses = 0  # sums of losses that travel with the step's other numbers
         self._far_losses: list[Tensor] = []
+        self._far_samples: list[tuple[int, Tensor]] = []  # of a GPU, each with the place of its first row
+        self.counted: list[list[int]] = []  # places of rows whose distributions were counted on a GPU
         self.rows: list[tuple[str, str]] = []  # (kind, name) of each measured tensor, in order
         self.norms: list[str] = []
         self.reading = Reading()
@@ -55,6 +57,8 @@ class OpenStep:
         """The row is whole but for the numbers that are still on their way."""
         if self._far_losses:
             self._add_up_losses()
+        if self._far_samples:
+            self._count_samples()
         order = "".join(self.order)
         self.row.update(where, backwards=order.count("b"), order=order, depth=self.depth)
 
@@ -141,11 +145,22 @@ class OpenStep:
         return finite
 
     def _add_sample(self, start: int, sample: Tensor) -> None:
-        """A GPU's sample is sorted and counted there; a CPU's when the step is written."""
+        """A CPU's sample is sorted and counted when the step is written; a GPU's there, all of them in one go."""
         if sample.is_cpu:
             self.reading.add(f"sample {start}", sample)
         else:
-            self.reading.add(f"distribution {start}", measuring.distributions_on_device(sample))
+            self._far_samples.append((start, sample))
+
+    def _count_samples(self) -> None:
+        """Where they lie; those of very many tensors are narrower than others."""
+        groups: dict[tuple[torch.device, int], list[tuple[int, Tensor]]] = {}
+        for start, sample in self._far_samples:
+            groups.setdefault((sample.device, sample.shape[1]), []).append((start, sample))
+        for group in groups.values():
+            rows = measuring.distributions_on_device(torch.cat([sample for _, sample in group]))
+            self.reading.add(f"distribution {len(self.counted)}", rows)
+            self.counted.append([start + i for start, sample in group for i in range(len(sample))])
+        self._far_samples = []
 
     def measure_changes(self, named: dict[str, Tensor], before: list[Tensor]) -> None:
         """Statistics of weights, and of the updates that made them of what they were before."""

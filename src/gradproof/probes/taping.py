@@ -38,7 +38,9 @@ from gradproof.tape.specimen import Specimen
 from gradproof.tape.tensors import nbytes
 
 ALLOWANCE = 1.0  # seconds of wall time that recording may add before its share counts
-IN_A_ROW_AT_MOST = 0.6  # of that, for steps one after the other: what is left is for the landmarks of short runs
+IN_A_ROW_AT_MOST = (
+    0.6  # of that, for steps one after the other: what is left is for the landmarks of short runs
+)
 SHARE = 0.01  # of the wall time, after that
 MOST_OPERATIONS = 300_000  # of one step
 EARLY = [round(10 ** (k / 2)) for k in range(6)]  # 1, 3, 10, 32, 100, 316
@@ -149,7 +151,7 @@ class Taping:
         self.only = only  # the one step that was asked for
         # a budget that was asked for knows no allowance: landmarks only, each when it has been earned
         self._allowance, self._share = (ALLOWANCE, SHARE) if budget is None else (0.0, budget)
-        self._for_ordinary = IN_A_ROW_AT_MOST * self._allowance
+        self._for_ordinary = IN_A_ROW_AT_MOST * self._allowance  # steps that are no landmark: seconds left
         self.shelf = shelf
         self._session = session
         self._on_cpu: list[bool] = []  # of each model
@@ -249,6 +251,8 @@ class Taping:
         self._turned = seconds_of_training()
         self._cost = max(0.0, duration - plain) + self._turned - now
         self.spent += self._cost
+        if not self._at_landmark and self.taped > 1:  # the first one is dear, whichever it is
+            self._for_ordinary -= self._cost
 
     def _is_the_rest_of_a_step(self, tape: Tape) -> bool:
         """Of two optimizers that follow each other on one backward, the second's update: there is little to ask of it,
@@ -266,7 +270,7 @@ class Taping:
         """
         if self.recorder is not None or self.trouble or self._overdue is not None:
             return False
-        if self.taped < MOST_IN_A_ROW and self.spent + self._cost < self._for_ordinary:
+        if self.taped < MOST_IN_A_ROW and self._has_allowance(ordinary=True):
             return False
         if torch.cuda._initialized and self._room.has_work:
             return False
@@ -393,7 +397,7 @@ class Taping:
         if self.only is not None:
             return step == self.only
         ordinary = not self.trouble and not self._is_landmark(step)
-        if ordinary and (self.taped >= MOST_IN_A_ROW or self.spent + self._cost >= self._for_ordinary):
+        if ordinary and (self.taped >= MOST_IN_A_ROW or not self._has_allowance(ordinary=True)):
             return False  # as most steps are: nothing more is asked of them
         if not self.shelf.has_room or (step in PLAIN_STEPS and not self.trouble):
             return False
@@ -408,8 +412,9 @@ class Taping:
         elapsed = time.perf_counter() - self._began
         return self.spent + self._cost < self._allowance + self._share * elapsed
 
-    def _has_allowance(self) -> bool:
-        return self.spent + self._cost < self._allowance
+    def _has_allowance(self, ordinary: bool = False) -> bool:
+        enough = not ordinary or self._cost < self._for_ordinary
+        return enough and self.spent + self._cost < self._allowance
 
     def _weighs_much(self) -> bool:
         """Of a large model only the landmarks are taped: what is asked of every step is asked of those."""
@@ -427,7 +432,7 @@ class Taping:
         self._stages += 1
         self._first = self._step
         if self._allowance:
-            self._for_ordinary = self.spent + IN_A_ROW_AT_MOST * STAGE_ALLOWANCE
+            self._for_ordinary = IN_A_ROW_AT_MOST * STAGE_ALLOWANCE
             self._allowance = max(self._allowance, self.spent) + STAGE_ALLOWANCE
 
     def row_written(self, row: dict[str, Any]) -> None:
