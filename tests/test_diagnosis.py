@@ -934,6 +934,14 @@ def test_a_constant_would_do_as_well(written, share, at, last, found):
     assert ("nothing_learned" in seen(run.read())) == found
 
 
+@pytest.mark.parametrize("guess, last, found", [(6.93, 6.97, True), (8.0, 6.97, False), (5.0, 6.0, False)])
+def test_a_loss_that_ends_where_guessing_is(written, guess, last, found):
+    """In the last case it is above that of a constant, and still falls."""
+    run = written(loss=np.linspace(7.0, last, 260) + 1e-3 * np.tile(NOISE, 8)[:260])
+    run.writer.set_info(facts={"guessing": [[1, guess], [9, guess + 0.01]]})
+    assert ("nothing_learned" in seen(run.read())) == found
+
+
 @pytest.mark.parametrize("last, level", [(2.25, "note"), (1.2, None)])
 def test_a_loss_that_hardly_falls(written, last, level):
     curve = np.linspace(2.3, last, 60) + 1e-3 * NOISE[:60]

@@ -1,5 +1,6 @@
 """Numbers of the wrong size are named with the value to divide by; standardised ones are excluded."""
 
+import math
 import re
 from pathlib import Path
 
@@ -101,6 +102,8 @@ def test_how_much_is_explained_is_noted(learned):
     list(are_numbers_of_a_fitting_size(evidence))
     ((step, share),) = evidence.noted["learned"]
     assert step == 120 and (share > 0.2) == learned and share < (1 if learned else 0.03)
+    ((_, guess),) = evidence.noted["guessing"]
+    assert 1.0 < guess <= math.log(4)
 
 
 def test_what_a_network_makes_of_its_targets_is_not_noted():

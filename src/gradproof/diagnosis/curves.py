@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -145,32 +146,37 @@ def loss_hardly_falling(run: Run) -> Iterator[Symptom]:
 
 NOTHING = 0.03  # of the targets explained: a constant explains 0, give or take a batch
 AROUND = 10  # steps whose losses say what it was
-TIME_TO_LEARN = 50  # steps after that one, and a third of the run
+TIME_TO_LEARN = 50  # steps, and a third of the run
 FELL = 0.03  # of the loss at that step: more is learning
 
 
 def nothing_learned(run: Run) -> Iterator[Symptom]:
-    """Predictions that explained nothing of their targets at a step, and a loss that has not fallen since: no better
-    than a constant."""
+    """A network that does no better than a constant, and a loss that has stopped falling."""
     only = list(tracks(run))
-    if len(only) != 1 or facts(run, "policy_loss"):
+    if len(only) != 1 or facts(run, "policy_loss") or len(only[0].steps) < 2 * TIME_TO_LEARN:
         return
-    steps, losses = only[0].steps, only[0].loss
-    for step, share in facts(run, "learned") or ():
-        left = len(steps) - step
-        if not share < NOTHING or left < max(TIME_TO_LEARN, len(steps) / 3):
-            continue
-        then, now = losses[abs(steps - step) <= AROUND], losses[-2 * AROUND :]
-        if not (np.isfinite(then).any() and np.isfinite(now).any()):
-            continue
-        usual, last = float(np.nanmedian(then)), float(np.nanmedian(now))
-        if last > (1 - FELL) * usual > 0:
-            text = (
-                f"at step {step} the predictions explain {100 * share:.1f} % of their targets, and the loss has not "
-                f"fallen since: {usual:.4g} to {last:.4g}"
-            )
+    steps = only[0].steps
+    last = _around(only[0], len(steps))
+    guess = float(np.median([guess for _, guess in facts(run, "guessing") or [(0, math.inf)]]))
+    known = [
+        (step, f"at step {step} the predictions explain {100 * share:.1f} % of their targets")
+        for step, share in facts(run, "learned") or ()
+        if share < NOTHING
+    ]
+    if last > (1 - FELL) * guess:
+        known.append((len(steps) * 2 // 3, f"a constant has a loss of {guess:.4g}"))
+    for step, said in known:
+        then, left = _around(only[0], step), len(steps) - step
+        if left >= max(TIME_TO_LEARN, len(steps) // 3) and last > (1 - FELL) * then > 0:
+            text = f"{said}, and the loss has not fallen since step {step}: {then:.4g} to {last:.4g}"
             yield of_track(only[0], "nothing_learned", "note", text, (), step)
             return
+
+
+def _around(track: Track, step: int) -> float:
+    """The loss at a step, as those around it have it; nan where none is finite."""
+    near = track.loss[abs(track.steps - step) <= AROUND]
+    return float(np.median(near[np.isfinite(near)])) if np.isfinite(near).any() else math.nan
 
 
 def at_optimum(track: Track) -> bool:

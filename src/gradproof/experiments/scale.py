@@ -13,7 +13,7 @@ from gradproof.experiments.flow import VIEWS, Comparison, Flow, place_of_data
 from gradproof.experiments.instruments.moved import hold_against_before
 from gradproof.experiments.instruments.source import say_where_made
 from gradproof.experiments.nonfinite import place_of
-from gradproof.experiments.targets import LATE, share_learned
+from gradproof.experiments.targets import LATE, loss_and_guess, share_learned
 from gradproof.tape.operations import Operation
 
 
@@ -28,6 +28,7 @@ HUGE = 100.0  # so large that a troubled run needs no other reason
 BEYOND = 1e-3  # 0 and 1: rounding in float16 goes no further
 LOW = -1e3  # added to a score: whose exponential is 0 then in every format
 FEWEST_PIXELS = 64  # of an image, 8 × 8
+ALIKE = 0.01  # of a loss: what rounding in half precision makes of it
 LITTLE = 0.2  # of the targets' variance or entropy explained, late
 NORMS = {
     "native_batch_norm", "native_layer_norm", "_native_batch_norm_legit", "native_group_norm", "cudnn_batch_norm",
@@ -73,18 +74,20 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def note_what_is_learned(evidence: Evidence) -> None:
-    """Into the run's facts: how much of its targets a late step explains, where they are data and not a network's."""
-    if evidence.step < LATE:
-        return
+    """Into the run's facts, where targets are data and not a network's: how much of them a late step explains, and
+    the loss of the best constant, where the loss of the step is this one."""
     flow = evidence.flow
     data = [c for c in flow.comparisons if flow.weights.isdisjoint(flow.ancestors(c.target))]
-    shares = [
-        share for c in data if (share := share_learned(evidence, c)) is not None and math.isfinite(share)
-    ]
-    if shares:
-        known = evidence.memory.setdefault("learned", [])
-        known.append([evidence.step, max(shares)])
-        evidence.noted["learned"] = list(known)
+    found = [pair for c in data if (pair := loss_and_guess(evidence, c)) and all(map(math.isfinite, pair))]
+    if not found:
+        return
+    known = evidence.memory.setdefault("learned", {"learned": [], "guessing": []})
+    if evidence.step >= LATE:
+        known["learned"].append([evidence.step, max(1 - loss / guess for loss, guess in found)])
+    (loss, guess), *others = found
+    if not others and len(data) == 1 and abs(evidence.loss - loss) <= ALIKE * loss:
+        known["guessing"].append([evidence.step, guess])
+    evidence.noted |= {name: list(pairs) for name, pairs in known.items() if pairs}
 
 
 def have_the_data_moved(evidence: Evidence) -> Verdict | None:

@@ -371,24 +371,32 @@ def agreement_with(near: Tensor, y: Tensor, classes: bool) -> tuple[float, float
 
 def share_learned(evidence: Evidence, comparison: Comparison) -> float | None:
     """How much of this batch's entropy or variance the predictions take away."""
+    found = loss_and_guess(evidence, comparison)
+    return None if found is None else 1 - found[0] / found[1]
+
+
+def loss_and_guess(evidence: Evidence, comparison: Comparison) -> tuple[float, float] | None:
+    """The cross-entropy, or the mean square, of this batch, and that of the best constant."""
     found = evidence.values([comparison.prediction, comparison.target])
     if len(found) < 2:
         return None
     prediction, target = found[comparison.prediction].double(), found[comparison.target]
     if comparison.kind == "class" and prediction.dim() == 2:
         target = target.reshape(-1)
-        counts_in = (target >= 0) & (target < prediction.shape[1])  # what is ignored is no class
-        log_probs, target = prediction.log_softmax(1)[counts_in], target[counts_in]
+        classes = (target >= 0) & (target < prediction.shape[1])  # what is ignored is none
+        log_probs, target = prediction.log_softmax(1)[classes], target[classes]
+        if not len(target):
+            return None
         _, counts = torch.unique(target, return_counts=True)
         shares = counts.double() / counts.sum()
         # few samples of many classes seem surer than they are (Miller and Madow)
-        entropy = float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * max(len(target), 1))
+        entropy = float(-(shares * shares.log()).sum()) + (len(counts) - 1) / (2 * len(target))
         entropy = min(entropy, math.log(prediction.shape[1]))
         loss = float(-log_probs.gather(1, target[:, None]).mean())
-        return 1 - loss / entropy if entropy > CERTAIN else None
+        return (loss, entropy) if entropy > CERTAIN else None
     if "with_logits" in comparison.operation.name:
         prediction = prediction.sigmoid()
     variance = float(target.double().var())
-    if prediction.shape != target.shape or variance <= 0:
+    if prediction.shape != target.shape or not variance > 0:
         return None
-    return 1 - float(((prediction - target) ** 2).mean()) / variance
+    return float(((prediction - target) ** 2).mean()), variance

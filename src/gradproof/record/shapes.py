@@ -161,6 +161,7 @@ FACTS: dict[str, Shape] = {
         }
     ),
     "learned": list_of(pair_of(whole, number)),
+    "guessing": list_of(pair_of(whole, number)),
     "copies": list_of(
         record(
             {
