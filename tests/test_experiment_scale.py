@@ -106,6 +106,18 @@ def test_how_much_is_explained_is_noted(learned):
     assert 1.0 < guess <= math.log(4)
 
 
+@pytest.mark.parametrize("by_a_network", [False, True])
+def test_what_a_reference_says_has_the_size_that_it_has(by_a_network):
+    model, reference = nn.Linear(6, 1), nn.Linear(6, 1).requires_grad_(False)
+    reference.bias.fill_(-100.0)
+    said = reference(X)
+    loss = (
+        (lambda: F.mse_loss(model(X), reference(X))) if by_a_network else lambda: F.mse_loss(model(X), said)
+    )
+    found = confirmed_ids(are_numbers_of_a_fitting_size, evidence_of(model, loss, step=100))
+    assert found == ([] if by_a_network else ["input-or-target-scale/raw-targets"])
+
+
 def test_what_a_network_makes_of_its_targets_is_not_noted():
     model, target = nn.Linear(6, 1), nn.Linear(6, 1)
     evidence = evidence_of(model, lambda: F.mse_loss(model(X), target(X).detach()), step=120)

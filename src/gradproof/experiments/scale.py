@@ -46,7 +46,7 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
         if target is not None and target.is_floating_point() and target.numel():
             for verdict in (
                 *of_yes_or_no(evidence, comparison, target),
-                *of_targets(evidence, comparison, target, learned),
+                *(of_targets(evidence, comparison, target, learned) if is_data(flow, comparison) else ()),
             ):
                 found = True
                 yield verdict
@@ -73,11 +73,16 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
                 return
 
 
+def is_data(flow: Flow, comparison: Comparison) -> bool:
+    """Whether no network has made the targets: what a reference or a target network says has the size that it has."""
+    return flow.weights.isdisjoint(flow.ancestors(comparison.target))
+
+
 def note_what_is_learned(evidence: Evidence) -> None:
     """Into the run's facts, where targets are data and not a network's: how much of them a late step explains, and
     the loss of the best constant, where the loss of the step is this one."""
     flow = evidence.flow
-    data = [c for c in flow.comparisons if flow.weights.isdisjoint(flow.ancestors(c.target))]
+    data = [c for c in flow.comparisons if is_data(flow, c)]
     found = [pair for c in data if (pair := loss_and_guess(evidence, c)) and all(map(math.isfinite, pair))]
     if not found:
         return
