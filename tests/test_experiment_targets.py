@@ -158,6 +158,16 @@ def test_shuffled_labels_are_suspected_late():
     assert not confirmed_ids(do_targets_belong_to_inputs, late[1])
 
 
+def test_numbers_of_rows_have_no_neighbours():
+    """As in a contrastive loss: the right one of each row stands at its own place."""
+    model = nn.Linear(5, 200)
+    nn.init.zeros_(model.weight)
+    rows = torch.randperm(200)
+    assert not confirmed_ids(
+        do_targets_belong_to_inputs, evidence_of(model, lambda: F.cross_entropy(model(X), rows), step=100)
+    )
+
+
 def test_labels_shuffled_before_training_are_suspected_though_every_row_is_its_own():
     model, answers = nn.Linear(5, 1), (X.sum(1) > 0).float()
 

@@ -286,6 +286,8 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     x, y = found.get(slot), found.get(comparison.target)
     if x is None or y is None or y.numel() != x.shape[0] or x.dim() < 2:
         return
+    if comparison.kind == "class" and len(y.unique()) == y.numel() > 2:
+        return  # each its own: numbers of rows, of which no two can agree
     place = f"neighbours {x.shape[1:]} {comparison.operation.line}"  # of two networks, each has its own
     kept = evidence.memory.setdefault(place, {"x": [], "y": [], "count": 0})
     if kept["count"] < MOST:
