@@ -29,9 +29,8 @@ GPU_CREDIT = 1.0  # seconds that it may lose at once
 USUAL = dict(zip(COSTS, (0.5, 1.0, 5.0, 5.0), strict=True))  # seconds of a question, by its cost
 GPU_REST = 0.1  # of the time that an answer took: steps that nothing disturbs, to compare with
 MOST_LANES = 4  # workers at a time
-MANY_CORES = (
-    8  # of them some are idle while a training starts: workers import what they need before the first step
-)
+# of so many cores some are idle while a training starts: workers import what they need before the first step
+MANY_CORES = 8
 EVERY = 0.2  # seconds between two looks for new specimens
 
 

@@ -146,9 +146,8 @@ class Examiner:
         self._later: dict[tuple[str, int], str] = {}  # (question, step) -> why it had to wait
         self._crowded: list[tuple[Job, Asks]] = []  # what the GPU had no room for beside the other workers
         self.share = ALL  # of a GPU's free memory, for all workers together
-        self._gpu_room: int | None = (
-            None  # bytes that were free there when a large step was first asked about
-        )
+        # bytes that were free there when a large step was first asked about
+        self._gpu_room: int | None = None
         self._suspicion: list[str] = []
         self._urgent: set[tuple[str, int]] = set()  # (family, step) of what the record shows to be a problem
         self._suspected_at = -SUSPICION_LASTS
@@ -347,9 +346,8 @@ class Examiner:
     def _note(self, job: Job, answer: dict[str, Any]) -> None:
         """What came of a question, into the run."""
         name, shelved = job.question.name, job.specimen
-        if "later" in answer or (
-            self.share < ALL and has_no_room(answer)
-        ):  # a training has the rest of the GPU
+        # a training has the rest of the GPU
+        if "later" in answer or (self.share < ALL and has_no_room(answer)):
             self._later[(name, shelved.step)] = answer.get("later") or answer["error"]
             return
         outcome, reason = self._hear(job.question, shelved.step, answer)
@@ -410,9 +408,8 @@ class Examiner:
         if not shelved.landmark or self._gains >= MOST_GAINS or self._lost.get(shelved.path):
             return
         try:
-            worker = self.workers[
-                LANES["is_the_gradient_right"] % self._lanes(shelved)
-            ]  # who made the shadow
+            # who made the shadow
+            worker = self.workers[LANES["is_the_gradient_right"] % self._lanes(shelved)]
             found = worker.ask(LONGEST_ANSWER, what="extras", path=str(shelved.path), device=self.device)
         except WorkerLost:
             self._lost[shelved.path] = self._lost.get(shelved.path, 0) + 1

@@ -38,9 +38,7 @@ from gradproof.tape.specimen import Specimen
 from gradproof.tape.tensors import nbytes
 
 ALLOWANCE = 1.0  # seconds of wall time that recording may add before its share counts
-IN_A_ROW_AT_MOST = (
-    0.6  # of that, for steps one after the other: what is left is for the landmarks of short runs
-)
+IN_A_ROW_AT_MOST = 0.6  # of that, for steps one after the other; the rest is for landmarks
 SHARE = 0.01  # of the wall time, after that
 MOST_OPERATIONS = 300_000  # of one step
 EARLY = [round(10 ** (k / 2)) for k in range(6)]  # 1, 3, 10, 32, 100, 316
