@@ -150,8 +150,7 @@ def _by_slabs(
                 None if dhidden is dweight is None else dlogits[here.start - start : here.stop - start, :v],
             )
         dx = dlogits[: stop - start]
-        if len(rows) > v:
-            dx[:, v:] = 0
+        _clear_behind_rows(dx, v)
         # forward was x = hidden @ weight.T, so:
         if dhidden is not None:
             torch.mm(dx, rows, out=dhidden[start:stop])
@@ -230,6 +229,22 @@ def _allocate(slabs: Slabs, weight: Tensor, dweight: Tensor | None) -> tuple[Ten
         place = dweight.view(-1)[: slabs.gradient_rows * stride]
         return logits, place.view(slabs.gradient_rows, stride)
     return logits, torch.empty(slabs.gradient_rows, stride, dtype=weight.dtype, device=weight.device)
+
+
+READ_FURTHER = 31  # columns: AMX multiplies tiles of 32 numbers of 16 bits
+
+
+def _clear_behind_rows(dlogits: Tensor, v: int) -> None:
+    """Zeros behind the first v columns: where the weight has rows of zeros, and what CPUs read of the logits behind.
+
+    oneDNN's products for AMX read rows of 16 bits that have a gap behind them up to a whole tile, times zero: what lies
+    there must not be NaN.
+    """
+    rows, columns = dlogits.shape
+    gap = dlogits.stride(0) - columns if dlogits.is_cpu else 0
+    if columns + gap > v:
+        wide = dlogits.as_strided((rows, columns + min(gap, READ_FURTHER)), dlogits.stride())
+        wide[:, v:] = 0
 
 
 def _lend(logits: Tensor, dlogits: Tensor) -> Tensor:
