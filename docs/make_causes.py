@@ -190,7 +190,7 @@ def said_on(page: Path) -> str:
 
 
 def main(families: list[str]) -> None:
-    import gradproof.experiments.evidence
+    import gradproof.instruments.evidence
     import gradproof.probes.watch  # noqa: F401  before the fork
     from gradproof.diagnosis.causes import CAUSES
 

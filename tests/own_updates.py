@@ -5,8 +5,8 @@ import runpy
 import sys
 from dataclasses import dataclass
 
-from gradproof.experiments.evidence import Evidence
 from gradproof.experiments.table import BY_NAME, find
+from gradproof.instruments.evidence import Evidence
 from gradproof.probes.script import Outcome, load_script, run_program
 from gradproof.record.run import Run, open_run
 from gradproof.tape.label import find_specimens

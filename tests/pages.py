@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 import gradproof.examination.worker
-import gradproof.experiments.evidence
+import gradproof.instruments.evidence
 import gradproof.probes.watch  # noqa: F401  all before any fork
 from gradproof.diagnosis.causes import CAUSES
 

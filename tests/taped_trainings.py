@@ -6,9 +6,10 @@ from dataclasses import asdict
 import torch
 
 from gradproof.examination.sightings import Sightings
-from gradproof.experiments.evidence import Evidence, Verdict
 from gradproof.experiments.needs import why_not
 from gradproof.experiments.table import BY_NAME
+from gradproof.experiments.verdict import Verdict
+from gradproof.instruments.evidence import Evidence
 from gradproof.probes.capture import capture
 from gradproof.tape.record import Recorder
 from gradproof.tape.specimen import load, save

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from gradproof.diagnosis.ranking import diagnose
-from gradproof.experiments.evidence import Evidence
 from gradproof.experiments.table import BY_NAME, find
 from gradproof.faults.by_hand import FAULTS
 from gradproof.faults.fault import plant
+from gradproof.instruments.evidence import Evidence
 from gradproof.tape.label import find_specimens
 from gradproof.tape.specimen import load
 

@@ -140,8 +140,8 @@ def test_a_key_is_of_the_text_the_place_and_the_versions():
 def test_the_code_of_a_question_has_what_it_imports():
     assert code_of("shapes") != code_of("memory")
     found: set = set()
-    corpus_module._collect(corpus_module.SOURCE / "experiments" / "shapes.py", found)
-    assert {"experiments", "tape"} <= {path.parent.name for path in found}
+    corpus_module._collect(corpus_module.SOURCE / "experiments" / "network" / "shapes.py", found)
+    assert {"network", "instruments", "tape"} <= {path.parent.name for path in found}
 
 
 def test_forgetting_takes_the_answers_of_one_question(tmp_path):

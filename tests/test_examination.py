@@ -14,8 +14,8 @@ from gradproof.diagnosis.findings import Exclusion
 from gradproof.diagnosis.ranking import diagnose, exclusion_of_verdict
 from gradproof.examination import examiner
 from gradproof.examination.process import CUT_OFF, WorkerLost
-from gradproof.experiments import owners
-from gradproof.experiments.evidence import confirmed, excluded
+from gradproof.experiments.steps import owners
+from gradproof.experiments.verdict import confirmed, excluded
 from gradproof.probes import taping as taping_module
 from gradproof.probes.hooks import attach
 from gradproof.probes.names import Names

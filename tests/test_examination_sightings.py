@@ -9,7 +9,7 @@ from gradproof.diagnosis import verdicts
 from gradproof.examination import sightings
 from gradproof.examination.examiner import ALL, Examiner
 from gradproof.experiments import table
-from gradproof.experiments.evidence import confirmed, excluded, undecided
+from gradproof.experiments.verdict import confirmed, excluded, undecided
 from gradproof.record.schema import json_line
 
 QUESTION = "are_units_all_the_same"

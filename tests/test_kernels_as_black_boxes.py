@@ -20,7 +20,7 @@ from gradproof.check.device import check_device
 from gradproof.check.kernel import find_call_faults, find_kernel_faults
 from gradproof.cli import main
 from gradproof.errors import UserError
-from gradproof.experiments.black_boxes import are_kernels_right
+from gradproof.experiments.gradients.black_boxes import are_kernels_right
 from gradproof.tape import origin
 from gradproof.tape.origin import CannotImport, bring_back, origin_of
 from gradproof.tape.record import record

@@ -11,7 +11,7 @@ from torch import nn
 import gradproof
 from gradproof.diagnosis.findings import Finding
 from gradproof.diagnosis.places import CALLS, add_place
-from gradproof.experiments.instruments.source import lines_behind, lines_of_names
+from gradproof.instruments.source import lines_behind, lines_of_names
 from gradproof.probes.lines import Lines, find_condition, lines_that_set_lr
 from gradproof.record.run import open_run
 from gradproof.tape.operations import Line

@@ -6,7 +6,7 @@ import torch
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
-from gradproof.experiments.gradient import is_the_gradient_right
+from gradproof.experiments.gradients.gradient import is_the_gradient_right
 
 
 def found_of(activation):

@@ -20,7 +20,7 @@ from kinds_of_training import KINDS, complex_numbers, mlp
 from torch import nn
 
 from gradproof.errors import UserError
-from gradproof.experiments.evidence import Evidence
+from gradproof.instruments.evidence import Evidence
 from gradproof.probes.capture import capture
 from gradproof.tape.codec import Foreign
 from gradproof.tape.execute import CannotReplay
@@ -243,7 +243,7 @@ cube.register_autograd(
 
 ELSEWHERE = """
 import json, sys, torch
-from gradproof.experiments.evidence import Evidence
+from gradproof.instruments.evidence import Evidence
 from gradproof.tape.replay import replay_forward
 from gradproof.tape.specimen import load
 read = load(sys.argv[1])

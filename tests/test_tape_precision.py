@@ -11,7 +11,7 @@ from experiment_steps import evidence_of
 from tape_faults import WRONG
 from torch import nn
 
-from gradproof.experiments.gradient import is_the_gradient_right
+from gradproof.experiments.gradients.gradient import is_the_gradient_right
 from gradproof.tape.record import record
 from gradproof.tape.replay import replay_forward
 from gradproof.tape.shadow import shadow

@@ -91,7 +91,7 @@ class Worker:
 
     def extras(self, path: str, device: str | None = None) -> dict[str, Any]:
         """For the page: the gain of each module and, where somebody asked for it, each gradient against float64."""
-        from gradproof.experiments.gains import gains_by_module
+        from gradproof.instruments.gains import gains_by_module
 
         evidence = self._evidence_of(path, device)
         found: dict[str, Any] = {}
@@ -118,7 +118,7 @@ class Worker:
 
     def again(self, name: str, pairs: list[dict[str, list[str]]]) -> dict[str, Any]:
         """Of two ranks that part in a parameter: memory or code, by the first pair of steps that decides it."""
-        from gradproof.experiments.again import UNDECIDED, Two, who_wrote
+        from gradproof.experiments.ranks.again import UNDECIDED, Two, who_wrote
         from gradproof.tape.specimen import load
 
         found: dict[str, Any] = {}
@@ -137,9 +137,9 @@ class Worker:
 
     def swap(self, early: list[str], late: list[str]) -> dict[str, Any]:
         """Whether the loss of late steps is their data's or their weights', by those of early steps."""
-        from gradproof.experiments.evidence import Evidence
-        from gradproof.experiments.instruments.changed import find_changes, table_of
-        from gradproof.experiments.instruments.swap import describe_swap, swap
+        from gradproof.instruments.changed import find_changes, table_of
+        from gradproof.instruments.evidence import Evidence
+        from gradproof.instruments.swap import describe_swap, swap
         from gradproof.tape.specimen import load
 
         sides = [[Evidence(load(path, "cpu")) for path in side] for side in (early, late)]
@@ -151,7 +151,7 @@ class Worker:
     def _evidence_of(self, path: str, device: str | None) -> Any:
         room = share_of_gpu(Path(path), device, self._share)
         if path not in self._evidence:
-            from gradproof.experiments.evidence import Evidence
+            from gradproof.instruments.evidence import Evidence
             from gradproof.tape.specimen import load
 
             while len(self._evidence) >= KEPT:
@@ -294,7 +294,7 @@ def serve() -> None:
     """Requests from standard input, answers to what was standard output; whatever else is printed goes nowhere."""
     stand_back()
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    import gradproof.experiments.evidence  # noqa: F401  torch, and most of what will be asked for
+    import gradproof.instruments.evidence  # noqa: F401  torch, and most of what will be asked for
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_WRONLY)

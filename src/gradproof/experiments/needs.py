@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from gradproof.experiments.attention import SOFTMAXES
-from gradproof.experiments.evidence import Evidence
-from gradproof.experiments.grids import find_tokens
-from gradproof.experiments.instruments.update import is_by_hand
-from gradproof.experiments.one_sided import image_and_map
+from gradproof.experiments.data.one_sided import image_and_map
+from gradproof.experiments.losses.terms import policy_terms
+from gradproof.experiments.network.attention import SOFTMAXES
+from gradproof.experiments.network.units import RECTIFIERS, SQUASHERS
 from gradproof.experiments.table import NEEDS, Question
-from gradproof.experiments.terms import policy_terms
-from gradproof.experiments.units import RECTIFIERS, SQUASHERS
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.grids import find_tokens
+from gradproof.instruments.update import is_by_hand
 from gradproof.record.schema import DOES_NOT_APPLY, OUT_OF_REACH
 from gradproof.tape.operators import FUSED_ATTENTION, is_collective
 from gradproof.tape.shards import PARTS

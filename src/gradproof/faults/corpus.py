@@ -243,11 +243,11 @@ def _write(file: Path, data: dict[str, Any]) -> None:
 def code_of(module: str) -> str:
     """A name for the text of an experiment and of all of gradproof that it imports.
 
-    >>> code_of("shapes") == code_of("shapes") != code_of("memory")
+    >>> code_of("network.shapes") == code_of("network.shapes") != code_of("data.memory")
     True
     """
     found: set[Path] = set()
-    _collect(SOURCE / "experiments" / f"{module}.py", found)
+    _collect(SOURCE / "experiments" / f"{module.replace('.', '/')}.py", found)
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(found))).hexdigest()[:16]
 
 

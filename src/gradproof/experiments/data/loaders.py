@@ -1,0 +1,100 @@
+"""Do two loaders go together? Where a loss pairs the batches of two loaders row by row, both must hand out one order.
+
+Two loaders that are not meant as pairs (labelled and unlabelled data, two domains) are in no such loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from gradproof.experiments.data.targets import is_diagonal
+from gradproof.experiments.verdict import Verdict, confirmed
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.flow import Comparison, Flow
+from gradproof.instruments.rows import chain_behind
+
+ID = "data-target-misaligned/loaders-shuffled-apart"
+FEWEST = 8  # rows of a batch
+NUMBERS = 2048  # of a batch, as the probe keeps them
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a loader handed out last."""
+
+    rows: tuple[int, ...]
+    length: int  # of its data set
+    samples: tuple[tuple[tuple[int, ...], Tensor], ...]  # shape and some numbers of each tensor
+    line: str
+    name: str = ""
+    split: str = ""
+    sources: tuple[str, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+
+
+def do_two_loaders_go_together(evidence: Evidence) -> Iterator[Verdict]:
+    """Inputs from one loader, targets (or the other half of each pair) from another that shuffles on its own."""
+    fetched = [Fetched(**facts) for facts in evidence.facts.fetched]
+    apart = [
+        (one, other)
+        for one, other in permutations(fetched, 2)
+        if one.length == other.length
+        and len(one.rows) == len(other.rows) >= FEWEST
+        and one.rows != other.rows
+    ]
+    if not apart:
+        return
+    flow = evidence.flow
+    for one, other in apart:
+        mine, others = slots_of(flow, one), slots_of(flow, other)
+        for comparison in flow.comparisons if mine and others else ():
+            if is_paired(flow, comparison, mine, others, len(one.rows)):
+                yield verdict_on(one, other)
+                return
+
+
+def slots_of(flow: Flow, fetched: Fetched) -> set[int]:
+    """Where on the tape a loader's batch is: what networks and comparisons are given, and what that was made from."""
+    ends = [*flow.inputs, *(c.target for c in flow.comparisons)]
+    chains = list(dict.fromkeys(slot for end in ends for slot in chain_behind(flow, end)))
+    shapes = {shape for shape, _ in fetched.samples}
+    near = [slot for slot in chains if tuple(flow.tape.slots[slot].shape) in shapes]
+    found = set()
+    for slot, value in flow.values(near).items() if near else ():
+        numbers = value.detach().reshape(-1)
+        numbers = numbers[:: max(1, len(numbers) // NUMBERS)].double().cpu()
+        if any(shape == tuple(value.shape) and torch.equal(kept, numbers) for shape, kept in fetched.samples):
+            found.add(slot)
+    return found
+
+
+def is_paired(flow: Flow, comparison: Comparison, mine: set[int], others: set[int], count: int) -> bool:
+    """Whether row i of one batch is compared with row i of the other, or is to be nearest to it of all."""
+    behind, wanted = flow.ancestors(comparison.prediction), flow.ancestors(comparison.target)
+    shape = flow.tape.slots[comparison.prediction].shape
+    if mine.isdisjoint(behind) or not shape or shape[0] % count:
+        return False
+    if not others.isdisjoint(wanted):
+        computed = any(slot.index in wanted for slot in flow.tape.parameters)
+        return not computed and others.isdisjoint(behind) and mine.isdisjoint(wanted)
+    return not others.isdisjoint(behind) and shape[0] == count and is_diagonal(flow, comparison)
+
+
+def verdict_on(one: Fetched, other: Fetched) -> Verdict:
+    pairs = list(zip(one.rows, other.rows, strict=True))
+    wrong = sum(a != b for a, b in pairs)
+    shown = ", ".join(f"{a} with {b}" for a, b in pairs[:4])
+    return confirmed(
+        ID,
+        f"two loaders hand out the two halves of each pair, of data sets with {one.length} rows each; {wrong} of "
+        f"{len(pairs)} pairs of this batch are of different rows: rows {shown}, …",
+        where=one.line or None,
+        fix="put both into one data set (TensorDataset(a, b), or a Dataset that returns a[i], b[i]) and read it with "
+        "one DataLoader(shuffle=True)",
+        confidence="proven",  # the rows that each loader handed out
+    )

@@ -1,0 +1,148 @@
+"""Are rare classes drawn more often? The weights of a sampler against the classes of the samples that they are for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gradproof.experiments.verdict import Verdict, confirmed, excluded
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.source import read
+from gradproof.tape.operations import Line
+
+FAMILY = "data-order-or-sampling"
+UNEVEN = 1.5  # times as many samples in the most frequent class as in the rarest
+CLOSE = 0.1  # of an exponent, for two classes, through which any curve goes
+GROWS = 0.3  # the power of the counts: frequencies have 1, their roots 0.5, less is none that anybody means
+FITS = 0.98  # of the spread of the weights' logarithms that a power of the counts explains, for more classes
+EQUAL = 1e-3  # of the largest weight: weights of classes that differ by less are all the same
+SLACK = 1e-4  # of a class's weight: its samples have one, and float32 rounds it
+INVERSE = 0.02  # of count times weight: 1 / (n + 1) is as near to 1 / n of fifty samples
+FEW = 0.1  # of the samples: an epoch that leaves out nine in ten
+
+
+def are_rare_classes_drawn_more_often(evidence: Evidence) -> Iterator[Verdict]:
+    """Class frequencies for weights, where their inverses were meant; and weights for classes in place of samples."""
+    for sampler in evidence.facts.samplers:
+        yield from judge(sampler)
+
+
+def judge(sampler: dict[str, Any]) -> Iterator[Verdict]:
+    weights, samples = sampler["weights"], sampler["samples"]
+    where = place_of_weights(Line(*sampler["place"])) if sampler["place"] else None
+    if len(weights) < samples:
+        yield too_few_weights(sampler, where)
+        return
+    for labels in sampler["labels"]:
+        classes = by_class(weights[:samples], labels)
+        if classes is None:
+            continue
+        counts, means = classes
+        if counts.max() < UNEVEN * counts.min():
+            return
+        exponent = grows_with(counts, means)
+        if exponent is not None or belongs_to_others(counts, means):
+            yield inverted(counts, means, exponent, where)
+        elif (
+            not sampler["replacement"] and sampler["drawn"] >= samples and means.max() > UNEVEN * means.min()
+        ):
+            yield without_effect(sampler, where)
+        else:
+            yield excluded(f"{FAMILY}/rare-classes-drawn-less", say_mix(counts, means))
+        return
+
+
+def by_class(weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """(samples, weight) of each class; None where weights differ within a class, or are all the same."""
+    _, number, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    means = np.bincount(number, weights) / counts
+    if not np.isfinite(means).all() or means.min() <= 0 or np.ptp(means) <= EQUAL * means.max():
+        return None
+    return (counts, means) if bool((np.abs(weights - means[number]) <= SLACK * means[number]).all()) else None
+
+
+def grows_with(counts: np.ndarray, means: np.ndarray) -> float | None:
+    """The power of a class's count that its weight is, if it is one and positive: 1 for frequencies."""
+    x, y = np.log(counts), np.log(means)
+    x, y = x - x.mean(), y - y.mean()
+    exponent = float(x @ y / (x @ x))
+    if exponent < GROWS:
+        return None
+    if len(counts) == 2:
+        return exponent if min(abs(exponent - 1), abs(exponent - 0.5)) < CLOSE else None
+    return exponent if exponent * float(x @ y) >= FITS * float(y @ y) else None
+
+
+def belongs_to_others(counts: np.ndarray, means: np.ndarray) -> bool:
+    """The inverses of the counts, all of them, but each beside another class."""
+    share = counts * means / (counts * means).mean()
+    ordered = np.sort(counts)[::-1] * np.sort(means)
+    return bool(np.ptp(ordered) < INVERSE * ordered.max() and share.max() > UNEVEN * share.min())
+
+
+def inverted(counts: np.ndarray, means: np.ndarray, exponent: float | None, where: str | None) -> Verdict:
+    if exponent is None:
+        text = "the weights are the inverses of the classes' counts, each beside another class"
+    else:
+        text = f"a sample's weight grows with the count n of its class, as n^{exponent:.2g}: no inverse"
+    return confirmed(
+        f"{FAMILY}/rare-classes-drawn-less", text, say_mix(counts, means), where=where, confidence="likely"
+    )
+
+
+def say_mix(counts: np.ndarray, means: np.ndarray) -> str:
+    """The shares of the classes in the data and in what is drawn, for the most frequent and the rarest."""
+    data, drawn = counts / counts.sum(), counts * means / (counts * means).sum()
+    most, least = int(np.argmax(counts)), int(np.argmin(counts))
+    return (
+        f"of the {len(counts)} classes, the most frequent is {100 * data[most]:.3g} % of the data and "
+        f"{100 * drawn[most]:.3g} % of what is drawn, the rarest {100 * data[least]:.2g} % and "
+        f"{100 * drawn[least]:.2g} %"
+    )
+
+
+def too_few_weights(sampler: dict[str, Any], where: str | None) -> Verdict:
+    weights, samples = sampler["weights"], sampler["samples"]
+    of_classes = len(weights) in {len(np.unique(labels)) for labels in sampler["labels"]}
+    return confirmed(
+        f"{FAMILY}/weights-of-classes",
+        f"the sampler has {len(weights)} weights for {samples} samples: only the first {len(weights)} are ever drawn",
+        where=where,
+        level="problem" if of_classes or len(weights) < FEW * samples else "warning",
+        confidence="proven" if of_classes else "likely",  # the numbers that the sampler was given
+    )
+
+
+def without_effect(sampler: dict[str, Any], where: str | None) -> Verdict:
+    return confirmed(
+        f"{FAMILY}/weights-without-effect",
+        f"without replacement {sampler['drawn']} of {sampler['samples']} samples are drawn: each comes once, "
+        "whatever its weight; the weights only put the heavy ones first",
+        where=where,
+        level="warning",
+        confidence="proven",  # what the sampler was given
+    )
+
+
+def place_of_weights(line: Line) -> str:
+    """Where the sampler is made, and where the script computes its weights."""
+    file = line.file.rsplit("/", 1)[-1]
+    numbers = [number for number in lines_of_weights(line) if number != line.number]
+    made = ", ".join(f"{file}:{number}" for number in numbers)
+    return f"{file}:{line.number}" + (f", weights computed at {made}" if made else "")
+
+
+def lines_of_weights(line: Line) -> list[int]:
+    source = read(line.file)
+    statement = source.statement_at(line.number)
+    for node in ast.walk(statement) if statement is not None else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("WeightedRandomSampler"):
+            given = [k.value for k in node.keywords if k.arg == "weights"] + node.args
+            found: list[int] = []
+            for expression in given[:1]:
+                source.follow(expression, source.scope_of(node), line.number, None, found)
+            return list(dict.fromkeys(found))[:2]
+    return []

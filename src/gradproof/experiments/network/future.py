@@ -1,0 +1,136 @@
+"""Does it see the future? One token of a language model is changed, and the predictions before it are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradproof.experiments.network.samples import ATTENDS
+from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.flow import place_of
+from gradproof.instruments.grids import COMMON, UNHEARD, Grid, find_grids
+from gradproof.instruments.hearing import Confined, along, find_first_spread
+from gradproof.tape.operations import Operation
+
+MIXES_PLACES = {"view", "_unsafe_view", "reshape", "transpose", "permute"}
+SOFTMAXES = {"_softmax", "_safe_softmax"}
+FAMILY = "attention-mask-error"
+DEAF = 1e-9  # of the change of the token's own prediction: what float64 leaves of nothing
+REMEMBERS = ("attention", "rnn", "lstm", "gru", "softmax")
+
+
+def does_it_see_the_future(evidence: Evidence) -> Iterator[Verdict]:
+    """A prediction of the next token must hear every token up to its own, and none behind it."""
+    for grid in find_grids(evidence, by_hand=True):
+        if grid.chance < COMMON and grid.is_of_next_tokens:
+            yield from verdict_on(evidence, grid)
+            return
+
+
+def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
+    position = grid.targets.shape[1] // 2
+    found = grid.perturb(0, position)
+    if found is None:
+        yield undecided(
+            FAMILY, "no token could be exchanged for another, or the prediction could not be replayed"
+        )
+        return
+    tokens, change = found
+    here = change[0]
+    most = float(here.max())
+    if not most > 0:
+        yield undecided(FAMILY, f"changing token {position} changes no prediction at all")
+        return
+    before, after = float(here[:position].max()), float(here[position + 1 :].max())
+    coupled = float(change[1:].max() if len(change) > 1 else 0.0) > UNHEARD * most
+    if before > UNHEARD * most:
+        confined = keeps_to_later_positions(grid, position)
+        op = find_first_spread(evidence.flow, {grid.token_slot: tokens}, confined)
+        if not coupled or (op is not None and op.name in (*ATTENDS, *SOFTMAXES)):
+            yield sees(evidence, op, position, here)
+            return
+    if coupled:  # a question of samples, not of time
+        yield undecided(
+            FAMILY, f"changing token {position} of one sequence changes predictions of others, too"
+        )
+        return
+    yield excluded(
+        "attention-mask-error/sees-the-future",
+        f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
+    )
+    if after > DEAF * most:  # weights that have blown up may fall deaf later
+        evidence.memory["hears what came before"] = True
+        return
+    where = next((op for op in evidence.flow.operations if _is_memory(op)), None)
+    if evidence.step >= 3 and where is not None and "hears what came before" not in evidence.memory:
+        yield confirmed(
+            "attention-mask-error/sees-nothing-before",
+            f"changing token {position} changes its own prediction by {most:.2g} and no later one at all: "
+            "each token is alone",
+            where=place_of(where.module, where.line),
+            confidence="likely",
+        )
+
+
+def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor) -> Verdict:
+    later, earlier = float(change[position:].max()), float(change[:position].max())
+    line = (
+        f"changing token {position} changes predictions before it by {earlier:.2g} "
+        f"(its own and later ones by {later:.2g}): the answer can be read off the input"
+    )
+    where = place_of(op.module, op.line) if op is not None else None
+    if op is not None and (op.name in MIXES_PLACES or _is_wrong_axis(evidence, op)):
+        return confirmed(
+            f"axis-or-shape-error/{'softmax-axis' if op.name in SOFTMAXES else 'view-for-transpose'}",
+            line,
+            f"the change reaches earlier positions in {op.name}: it runs over the wrong axis",
+            where=where,
+            fix="transpose back before reshaping, or name the axis of the keys",
+            confidence="proven",  # the token was changed
+        )
+    only = float(change[position + 1 :].max()) <= UNHEARD * earlier if position + 1 < len(change) else False
+    return confirmed(
+        "attention-mask-error/sees-only-the-future" if only else "attention-mask-error/sees-the-future",
+        line,
+        *([f"it passes to earlier positions in {op.name}"] if op is not None else []),
+        where=where,
+        fix="mask every position behind the query: torch.tril of ones, or is_causal=True",
+        confidence="proven",  # the token was changed
+    )
+
+
+def _is_wrong_axis(evidence: Evidence, op: Operation) -> bool:
+    """Of scores (…, queries, keys), a softmax over the queries."""
+    rank = len(evidence.slot(op.makes[0]).shape)
+    return op.name in SOFTMAXES and rank >= 2 and op.args[1] % rank == rank - 2
+
+
+def keeps_to_later_positions(grid: Grid, position: int) -> Confined:
+    """Whether some axis of time shows a change only from a position on."""
+    rows, length = grid.tokens.shape
+    lengths = {length, grid.targets.shape[1]}
+
+    def confined(changed: Tensor) -> bool | None:
+        known = False
+        for dim, size in enumerate(changed.shape):
+            time = next((t for t in lengths if size in (t, rows * t)), None)
+            if time is None:
+                continue
+            known = True
+            at = along(changed, [dim]).nonzero().flatten()
+            places = (at % time, torch.div(at, size // time, rounding_mode="floor"))
+            if any(int(place.min()) >= position for place in places):
+                return True
+        square = [dim for dim, size in enumerate(changed.shape) if size in lengths][-2:]
+        if len(square) == 2 and not bool(along(changed, square)[:position, :position].any()):
+            return True  # scores of queries and keys: each entry hears its own two tokens
+        return False if known else None
+
+    return confined
+
+
+def _is_memory(op: Operation) -> bool:
+    return bool(op.module) and any(word in op.name for word in REMEMBERS) and op.name != "_log_softmax"

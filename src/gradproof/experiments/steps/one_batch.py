@@ -1,0 +1,88 @@
+"""Can it learn this batch at all? The first steps of training again, a few dozen times on the one taped batch and on
+copies of the weights: at the run's own learning rate, and at a tenth of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradproof.experiments.steps.step_length import largest_lr, say_rate
+from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
+from gradproof.instruments.arms import find_handling, gradient_at, length, steps_within, train
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.update import line_of_optimizer
+
+FAMILY = "lr-too-high"
+STEPS, FEWEST = 24, 12  # on one batch: of fewer, a rate ten times lower has not come far, be it the right one
+LONGEST = 2.0  # seconds for both trainings
+# a tenth of the rate leaves at most this share of the loss, and so many times less than the run's own rate
+BETTER = (0.7, 1.2)
+MUCH_BETTER = (0.5, 2.0)  # half and twice: no luck of a few steps
+NEARBY = 1e-6  # of the weights' length
+AS_TOLD = 0.2  # of the slope that the gradient tells
+
+
+def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
+    """A rate ten times lower that learns the same batch better, from the start of training on: the rate is too high,
+    even where the loss still falls. At a rate that suits, a tenth of it is far behind."""
+    if evidence.memory.get("one batch"):
+        return
+    handling = find_handling(evidence) if evidence.updates else None
+    if handling is None:
+        said = "the optimizer is none of PyTorch's own, or sees another gradient than the loss has: there is no control"
+        yield undecided(FAMILY, said)
+        return
+    evidence.memory["one batch"] = True
+    steps = steps_within(evidence, LONGEST, STEPS)
+    if steps < FEWEST:
+        yield undecided(FAMILY, f"{FEWEST} steps on one batch would take longer than {LONGEST:g} s")
+        return
+    start, gradients = gradient_at(evidence, {})
+    if not falls_as_told(evidence, gradients):
+        said = "the loss does not change along its gradient as that tells: a part of it is cut off"
+        yield undecided(FAMILY, said)
+        return
+    own, tenth = (train(evidence, handling, steps, rate) for rate in (1.0, 0.1))
+    evidence.noted["one_batch"] = {"steps": steps, "start": start, "end": min(own, tenth)}
+    clear, clearer = (
+        0 <= tenth < left * start and own > times * tenth for left, times in (BETTER, MUCH_BETTER)
+    )
+    if clear:
+        rate = largest_lr(evidence)
+        yield confirmed(
+            "lr-too-high/tenth-learns-better",
+            f"{steps} steps on the batch of step {evidence.step} alone take the loss from {start:.4g} to {own:.4g} at "
+            f"the learning rate {rate:.1e}, and to {tenth:.4g} at a tenth of it",
+            where=line_of_optimizer(evidence) or None,
+            fix=f"lower the learning rate: {say_rate(0.1, rate)}, or less, and warm it up",
+            level="problem" if clearer else "warning",
+            numbers={"lr_factor": 0.1},
+            confidence="proven",  # trained both ways
+        )
+    elif math.isfinite(own):
+        said = f"{steps} steps on one batch take the loss from {start:.4g} to {own:.4g}"
+        said += f", at a tenth of the rate to {tenth:.4g}"
+        yield excluded("lr-too-high/tenth-learns-better", said)
+
+
+def falls_as_told(evidence: Evidence, gradients: dict[int, Tensor]) -> bool:
+    """Whether the loss changes along its gradient by what the gradient says.
+
+    A part that the gradient was cut from (an advantage, a target from the same network) moves the loss unasked: which
+    rate takes such a loss lower says nothing about the rate.
+    """
+    stepped = {slot: gradients[slot].double() for slot in evidence.tape.stepped if slot in gradients}
+    weights = {slot: evidence.tape.leaf_value(slot).double() for slot in stepped}
+    told, far = length(stepped.values()), NEARBY * length(weights.values())
+    if not told > 0 or not far > 0:
+        return False
+    up, down = (
+        evidence.loss_at(
+            {slot: weights[slot] + way * far / told * g for slot, g in stepped.items()}, dtype=torch.float64
+        )
+        for way in (1, -1)
+    )
+    return abs((up - down) / (2 * far) - told) < AS_TOLD * told

@@ -1,0 +1,231 @@
+"""Tokens and their targets as grids of rows and positions, and where their rows are padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.flow import RESHAPES, Comparison, Flow
+from gradproof.instruments.hearing import how_far, outcome
+from gradproof.tape.operations import Operation, Ref
+
+EXACT = 0.98  # of the targets are the token at some lag: but for a few that a script treats apart
+WHOLE = 0.95  # of the targets count: but for the ends of sequences
+COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little to tell apart
+UNHEARD = 1e-3  # of the change of a changed token's own prediction: less is rounding on the way
+POINTWISE = {"_log_softmax", "_softmax", "log", "mul", "div", "add", "tanh", "clone", "_to_copy", "detach"}
+CUTS = RESHAPES | {"slice", "select", "narrow"}
+
+
+@dataclass
+class Grid:
+    """A batch of token sequences (rows B, positions T) and what the loss wants at each position.
+
+    Where a loss leaves out the first predictions, what it wants of them is `ignored`.
+    """
+
+    evidence: Evidence
+    comparison: Comparison
+    token_slot: int
+    tokens: Tensor  # (B, T)
+    targets: Tensor  # (B, S), S ≤ T: of the first S positions
+    time_first: bool  # how both lie in memory
+    vocabulary: int  # rows of the embedding
+    classes: int
+    ignored: int  # ignore_index
+    left_out: int  # predictions at the beginning of each row that no target is compared with
+
+    @property
+    def valid(self) -> Tensor:
+        return self.targets != self.ignored
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every target counts, but for those where the token is padding."""
+        left_out = self.tokens[:, : self.targets.shape[1]][~self.valid]
+        return float(self.valid.double().mean()) > WHOLE or len(torch.unique(left_out)) == 1
+
+    @cached_property
+    def inside(self) -> tuple[int, int]:
+        """The row with the most targets that count, and the middle one of them."""
+        row = int(self.valid.sum(1).argmax())
+        places = self.valid[row].nonzero().flatten()
+        return row, int(places[len(places) // 2]) if len(places) else 0
+
+    def by_position(self, rows: Tensor) -> Tensor:
+        """One number a row of the prediction, as a grid like `targets`; zero of what is left out."""
+        compared = as_grid(rows, len(self.targets), self.time_first)
+        return torch.cat([compared.new_zeros(len(compared), self.left_out), compared], 1)
+
+    def share_at(self, lag: int) -> float:
+        """How often the target at a position is the token `lag` positions further on; of valid targets."""
+        length = self.targets.shape[1]
+        places = [i for i in range(length) if 0 <= i + lag < self.tokens.shape[1]]
+        if not places:
+            return 0.0
+        wanted, seen = self.targets[:, places], self.tokens[:, [i + lag for i in places]]
+        valid = self.valid[:, places]
+        count = int(valid.sum())
+        return float(((wanted == seen) & valid).sum()) / count if count >= 8 else 0.0
+
+    @property
+    def is_of_next_tokens(self) -> bool:
+        return self.share_at(1) >= EXACT
+
+    @cached_property
+    def chance(self) -> float:
+        """How often two tokens are the same by chance."""
+        _, counts = torch.unique(self.targets[self.valid], return_counts=True)
+        shares = counts.double() / counts.sum().clamp(min=1)
+        return float((shares**2).sum())
+
+    def perturb(self, row: int, position: int) -> tuple[Tensor, Tensor] | None:
+        """The tokens (as they lie in memory) with one changed, and how much each prediction changes by it."""
+        old = int(self.tokens[row, position])
+        others = self.tokens[(self.tokens != old) & (self.tokens != (find_padding(self.tokens) or -1))]
+        if not len(others):
+            return None
+        tokens = self.tokens.clone()
+        tokens[row, position] = torch.mode(others).values
+        changed = tokens.T.contiguous() if self.time_first else tokens
+        flow, ends = self.evidence.flow, [self.comparison.prediction]
+        moved = how_far(outcome(flow, ends), outcome(flow, ends, {self.token_slot: changed}))
+        found = moved.get(ends[0])
+        return None if found is None else (changed, self.by_position(found.amax(self.comparison.axis)))
+
+
+def find_grids(evidence: Evidence, by_hand: bool = False) -> Iterator[Grid]:
+    """Every pair of an embedded token sequence and the targets of a classification at each of its positions.
+
+    by_hand: also of losses that pick the entry of the right class themselves.
+    """
+    flow = evidence.flow
+    # a packed sequence is written back into a padded one, and its way to the loss is lost there
+    trained = (op for op in flow.forward if op.grad_enabled)
+    looked_up = find_tokens(flow, flow.operations) or find_tokens(flow, trained)
+    known = [c for c in flow.comparisons if c.kind == "class" and isinstance(c.operation.args[1], Ref)]
+    for comparison in [*known, *(flow.picked if by_hand else ())]:
+        found = flow.values([*looked_up, comparison.target])
+        targets = found.get(comparison.target)
+        for slot, vocabulary in looked_up.items():
+            tokens = found.get(slot)
+            if targets is None or tokens is None:
+                continue
+            for time_first in (False, True):
+                grid = _grid(evidence, comparison, slot, tokens, targets, time_first, vocabulary)
+                if grid is not None:
+                    yield grid
+
+
+def find_tokens(flow: Flow, operations: Iterable[Operation]) -> dict[int, int]:
+    """Slots of token grids, and how many different tokens the table has that they are looked up in."""
+    slots = flow.tape.slots
+    pairs = [(looked, slots[table].shape[0]) for op in operations for table, looked in _lookups(flow, op)]
+    return {slot: size for slot, size in pairs if len(slots[slot].shape) == 2}
+
+
+def _lookups(flow: Flow, op: Operation) -> list[tuple[int, int]]:
+    """The table and what is looked up in it: by an embedding, or by hand, table[tokens]."""
+    if op.name == "embedding":
+        return [(op.args[0].slot, op.args[1].slot)]
+    if op.name != "index" or len(op.args[1]) != 1 or op.args[0].slot not in flow.weights:
+        return []
+    whole = not flow.tape.slots[op.args[1][0].slot].dtype.is_floating_point
+    return [(op.args[0].slot, op.args[1][0].slot)] if whole else []
+
+
+def _grid(
+    evidence: Evidence,
+    comparison: Comparison,
+    slot: int,
+    tokens: Tensor,
+    targets: Tensor,
+    time_first: bool,
+    vocabulary: int,
+) -> Grid | None:
+    rows = tokens.T if time_first else tokens
+    count, length = rows.shape
+    if length < 4 or bool((rows == rows[0]).all()):
+        return None  # position numbers, or too short to tell
+    if targets.numel() not in (count * length, count * (length - 1)):
+        return None
+    wanted = as_grid(targets, count, time_first)
+    first = first_position(evidence.flow, comparison, count, length, time_first)
+    if first is None or first + wanted.shape[1] > length:
+        return None
+    args = comparison.operation.args
+    ignored = args[4] if len(args) > 4 and isinstance(args[4], int) else -100
+    wanted = torch.cat([wanted.new_full((count, first), ignored), wanted], 1)
+    classes = evidence.slot(comparison.prediction).shape[comparison.axis]
+    return Grid(evidence, comparison, slot, rows, wanted, time_first, vocabulary, classes, ignored, first)
+
+
+def as_grid(values: Tensor, count: int, time_first: bool) -> Tensor:
+    """(rows, positions) of numbers that lie one behind the other, row by row or position by position."""
+    return values.reshape(-1, count).T if time_first else values.reshape(count, -1)
+
+
+def first_position(
+    flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool
+) -> int | None:
+    """Which of a network's predictions is the first that is compared: each is given the number of its position, and
+    what cuts and views do to predictions is done to these. None where they do not come one behind the other."""
+    path: list[Operation] = []
+    origin, after = None, 0
+    slot: int | None = comparison.prediction
+    while slot is not None:
+        shape = flow.tape.slots[slot].shape
+        if list(shape).count(length) == 1 and len(shape) >= 3:  # the furthest back that has an axis of time
+            origin, after = slot, len(path)
+        op = flow.maker(slot)
+        before = flow.reads(op)[0] if op is not None and flow.reads(op) else None
+        if op is None or before is None or op.writes:
+            break
+        same = op.name in POINTWISE and flow.tape.slots[before].shape == shape
+        if not same and op.name not in CUTS:
+            break
+        path.append(op)
+        slot = before
+    if origin is None:
+        return 0
+    shape = flow.tape.slots[origin].shape
+    axis = list(shape).index(length)
+    where = torch.arange(length).view(-1, *[1] * (len(shape) - 1 - axis)).expand(shape)
+    for op in reversed(path[:after]):
+        if op.name in ("view", "_unsafe_view", "reshape"):
+            where = where.reshape(flow.tape.slots[flow.makes(op)[0]].shape)
+        elif op.name in CUTS:
+            where = op.func(where, *op.args[1:], **op.kwargs)
+    found = as_grid(where.select(comparison.axis, 0), count, time_first)
+    in_order = bool((found == found[:1]).all()) and bool((found.diff(dim=1) == 1).all())
+    return int(found[0, 0]) if in_order else None
+
+
+def find_padding(rows: Tensor, front: bool = True) -> int | None:
+    """The token that fills up the ends (or fronts) of rows of different lengths and stands nowhere else.
+
+    Rows that are sorted have their smallest or largest tokens there by nature.
+    """
+    steps = rows.diff(dim=1)
+    if bool((steps >= 0).all()) or bool((steps <= 0).all()):
+        return None
+    for grid in (rows, rows.flip(1))[: 1 + front]:
+        pad = int(torch.mode(grid[:, -1]).values)
+        is_pad = grid == pad
+        trailing = is_pad.flip(1).long().cumprod(1).flip(1).bool()
+        lengths = trailing.sum(1)
+        padded = int((lengths > 0).sum())
+        if (
+            bool((is_pad == trailing).all())
+            and padded * 4 >= len(grid)
+            and int(lengths.max()) >= 2
+            and len(torch.unique(lengths)) >= 2
+            and int(lengths.sum()) > len(grid) // 2
+        ):
+            return pad
+    return None
