@@ -138,7 +138,7 @@ def test_a_key_is_of_the_text_the_place_and_the_versions():
 
 
 def test_the_code_of_a_question_has_what_it_imports():
-    assert code_of("shapes") != code_of("memory")
+    assert code_of("network.shapes") != code_of("data.memory")
     found: set = set()
     corpus_module._collect(corpus_module.SOURCE / "experiments" / "network" / "shapes.py", found)
     assert {"network", "instruments", "tape"} <= {path.parent.name for path in found}
