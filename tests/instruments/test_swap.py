@@ -15,6 +15,7 @@ from gradproof.record.run import open_run
 from gradproof.tape.specimen import load
 
 STEPS, TURN = 700, 520
+RECORDED = 30  # a step among those that are recorded one after the other
 TRAINING = f"""
 import sys, torch
 import torch.nn.functional as F
@@ -24,6 +25,10 @@ kind = sys.argv[1]
 way = torch.randn(8, 3)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3 if kind != "frozen" else 0.0)
+def fill(model, given, made, seen=[]):
+    if not seen:
+        seen.append(1)
+        model[2].weight.data[3] = 30 * torch.randn(32)
 for step in range({STEPS}):
     x = torch.randn(64, 8)
     y = (x @ way).argmax(1)
@@ -45,8 +50,14 @@ for step in range({STEPS}):
             for p in model.parameters():
                 p.add_(0.4 * torch.randn_like(p))
             optimizer.param_groups[0]["lr"] = 1e-6
+    if step == {RECORDED} and kind == "filled anew":
+        model.register_forward_hook(fill)
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    optimizer.zero_grad(); loss.backward()
+    if step >= {TURN} and kind == "by its updates":
+        for name, p in model.named_parameters():
+            p.grad.mul_(-1.0 if name == "2.weight" else 0.0)
+    optimizer.step()
 """
 
 
@@ -115,6 +126,23 @@ def test_where_all_weights_are_to_blame_none_is_named(runs):
     found = diagnose(path)
     assert not any(cause.id.endswith(("one-tensor-spoilt", "changed-on-the-way")) for cause in found.causes)
     assert any(symptom.name == "turned_by_the_weights" for symptom in found.symptoms)
+
+
+def test_what_a_tensors_own_updates_did_is_not_called_spoilt(runs):
+    path = runs("by its updates")
+    swap_around_the_turn(path, Here())
+    found = diagnose(path)
+    (swapped,) = (event for event in open_run(path).events if event["event"] == "swapped")
+    assert swapped["put_back"][0]["part"] == "2.weight" and not swapped["spoilt"]
+    assert not any(cause.id.endswith("one-tensor-spoilt") for cause in found.causes)
+    assert any(symptom.name == "turned_by_the_weights" for symptom in found.symptoms)
+
+
+def test_what_the_script_wrote_while_it_was_recorded_is_not_called_spoilt(runs):
+    path = runs("filled anew")
+    files = [path / "specimens" / f"step-{step:08d}" for step in (RECORDED, RECORDED + 1)]
+    found = swap(*([Evidence(load(file, "cpu"))] for file in files))
+    assert found.one_tensor.part == "2.weight" and found.written.startswith("train.py:") and not found.spoilt
 
 
 @pytest.mark.parametrize("kind", ["well", "frozen"])

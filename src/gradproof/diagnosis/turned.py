@@ -54,6 +54,12 @@ def turned_by(run: Run) -> Iterator[Symptom]:
     elif found["blame"] == "weights":
         back = found.get("put_back") or []
         said = [f"{each['part']} put back takes {100 * each['share']:.0f} % of it away" for each in back[:3]]
+        if "moved" in found:
+            steps = f"steps {found['early'][-1]} to {found['late'][0]}"
+            explained = f"its updates explain at most {found['explained']:.3g}"
+            said.append(f"from {steps} it went {found['moved']:.3g} far, of which {explained}")
+        if written := found.get("written"):
+            said.append(f"the script writes into it at {written}")
         text = "; ".join([say_swap(found), *said])
         spoilt = found.get("spoilt") or ""
         if spoilt:

@@ -18,10 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.update import line_of, storage_of
 
 MUCH, LITTLE = 0.65, 0.35  # of the rise of the loss: what brings it, and what does not
 RISEN = 1.05  # times the loss before: less is no rise
 NEARLY_ALL, FEWEST = 0.9, 3  # of the rise; and other parts: of fewer each is much of the network
+BEYOND = 2.0  # times what its updates can have moved a tensor: further, and it was not them
 MOST_PARTS = 80  # of a network that are put back: each is a replay
 SHOWN = 5  # parts that a run keeps
 DATA, WEIGHTS, BOTH, NEITHER = "data", "weights", "both", "neither"
@@ -48,6 +50,8 @@ class Swapped:
     late_batch_early_weights: float
     early_batch_late_weights: float
     put_back: tuple[PutBack, ...] = ()  # the most telling first
+    way: tuple[float, float] = (math.nan, math.nan)  # of the one tensor to blame: see `way_of`
+    written: str = ""  # the line of the script that wrote into it, outside of the updates
 
     @property
     def rise(self) -> float:
@@ -77,13 +81,19 @@ class Swapped:
         return WEIGHTS if share > MUCH else DATA if share < LITTLE else ""
 
     @property
-    def spoilt(self) -> PutBack | None:
-        """The one tensor with which, put back, the rise is gone, while no other does much."""
+    def one_tensor(self) -> PutBack | None:
+        """The one with which, put back, the rise is gone, while no other does much."""
         best = next((each for each in self.put_back if each.is_tensor and each.share > NEARLY_ALL), None)
         if best is None:
             return None
         others = [each for each in self.put_back if not f"{best.part}.".startswith(f"{each.part}.")]
         return best if len(others) >= FEWEST and all(each.share < LITTLE for each in others) else None
+
+    @property
+    def spoilt(self) -> PutBack | None:
+        """The one tensor, if something else than its updates has moved it."""
+        moved, explained = self.way
+        return self.one_tensor if moved > BEYOND * explained and not self.written else None
 
 
 def swap(early: Sequence[Evidence], late: Sequence[Evidence]) -> Swapped:
@@ -104,7 +114,32 @@ def swap(early: Sequence[Evidence], late: Sequence[Evidence]) -> Swapped:
     if found.blame != WEIGHTS:
         return found
     worst = max(late, key=lambda each: each.loss - each.loss_at(weights_for(each, early[-1])))
-    return replace(found, put_back=tuple(put_back(early[-1], worst)))
+    found = replace(found, put_back=tuple(put_back(early[-1], worst)))
+    if found.one_tensor is None:
+        return found
+    tensor = found.one_tensor.part
+    return replace(found, way=way_of(tensor, early, late), written=written_at((*early, *late), tensor))
+
+
+def way_of(tensor: str, early: Sequence[Evidence], late: Sequence[Evidence]) -> tuple[float, float]:
+    """How far it went between the nearest two steps, and how far the updates in between can have taken it: each of
+    them as long as the longest that was recorded."""
+    before, after = early[-1], late[0]
+    ((slot, there),) = weights_for(after, before, tensor).items()
+    moved = float((after.tape.leaf_value(slot).double() - there.double()).norm())
+    slots = [(each, each.tape.leaf_named.get(tensor, -1)) for each in (*early, *late)]
+    longest = max((float(e.updates[s].double().norm()) for e, s in slots if s in e.updates), default=math.inf)
+    return moved, longest * (after.step - before.step)
+
+
+def written_at(steps: Sequence[Evidence], tensor: str) -> str:
+    """The line of the script, if one was recorded, that writes into it before or after the update."""
+    for tape in (each.tape for each in steps):
+        memory = storage_of(tape, tape.leaf_named[tensor]) if tensor in tape.leaf_named else None
+        for op in tape.operations:
+            if op.phase != "optimizer" and any(storage_of(tape, slot) == memory for slot in op.writes):
+                return line_of(op)
+    return ""
 
 
 def weights_for(batch: Evidence, source: Evidence, part: str | None = None) -> dict[int, Tensor]:
@@ -161,4 +196,6 @@ def describe_swap(found: Swapped) -> dict[str, Any]:
     }
     back = [{"part": each.part, "loss": each.loss, "share": each.share} for each in found.put_back[:SHOWN]]
     spoilt = found.spoilt.part if found.spoilt is not None else ""
-    return {"blame": found.blame, "losses": losses, "put_back": back, "spoilt": spoilt}
+    moved, explained = found.way
+    way = {"moved": moved, "explained": explained} if math.isfinite(explained) else {}
+    return {"blame": found.blame, "losses": losses, "put_back": back, "spoilt": spoilt, "written": found.written, **way}

@@ -130,6 +130,20 @@ def test_pairs_that_change_and_targets_that_depend_on_the_rest_of_the_batch():
     assert last_verdict(shuffled_apart).id == "data-target-misaligned/pairs-change"
 
 
+def test_what_the_same_inputs_are_trained_for_next_are_other_pairs():
+    """First to give values back, then to name classes, as a head on an encoder is trained."""
+    nodes, values, classes = DATA[:40].clone(), torch.randn(40, 3), torch.arange(40) % 3
+
+    def one_after_the_other(model, n):
+        rows = torch.randperm(40)[:20]
+        if n < 6:
+            return F.mse_loss(model(nodes[rows]), values[rows])
+        return F.cross_entropy(model(nodes[rows]), classes[rows])
+
+    said = last_verdict(one_after_the_other)
+    assert said is None or said.verdict != "confirmed"
+
+
 def test_several_epochs_on_one_rollout_are_meant():
     """What is there from step to step was not fetched twice."""
     torch.manual_seed(0)

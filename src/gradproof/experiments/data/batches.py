@@ -46,6 +46,7 @@ class Batch:
     """What is remembered of one step's batch."""
 
     step: int
+    kind: str  # what is trained for what: a script may train for one thing after the other, with the same inputs
     prints: np.ndarray  # one number a sample
     held: int  # different samples in the data that the batch was cut from; 0 when it came whole
     where: str | None
@@ -78,13 +79,13 @@ def do_batches_differ(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def remember_batch(evidence: Evidence) -> list[Batch] | None:
-    """The batches so far, this one the last; None where it has none, or enough are known."""
+    """The batches of this kind so far, this one the last; None where it has none, or enough are known."""
     batches: list[Batch] = evidence.memory.setdefault("batches", [])
     batch = look_at_batch(evidence) if len(batches) < MOST or evidence.step > GAP * batches[-1].step else None
     if batch is None:
         return None
     batches.append(batch)
-    return batches
+    return [known for known in batches if known.kind == batch.kind]
 
 
 def look_at_batch(evidence: Evidence) -> Batch | None:
@@ -101,11 +102,12 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
     if slot not in values or not size:
         return None
     value = values[slot]
-    known: list[Batch] = evidence.memory["batches"]
+    kind = kind_of(evidence, slot, target)
+    known: list[Batch] = [batch for batch in evidence.memory["batches"] if batch.kind == kind]
     held = known[-1].held if known else count_samples(evidence, slot)
     alone = len(evidence.optimizers) == 1
     batch = Batch(
-        evidence.step, fingerprints(value), held, flow.origin(slot), alone, how_chosen(evidence, slot)
+        evidence.step, kind, fingerprints(value), held, flow.origin(slot), alone, how_chosen(evidence, slot)
     )
     for place, other in values.items():
         if place not in (slot, target) and other.dim() and other.numel() % size == 0:
@@ -127,6 +129,14 @@ def look_at_batch(evidence: Evidence) -> Batch | None:
             batch.classes = evidence.slot(found.prediction).shape[1]
     batch.random = random_numbers(evidence)
     return batch
+
+
+def kind_of(evidence: Evidence, slot: int, target: int | None) -> str:
+    """Types and axes of the largest input and the target, and by what they are compared."""
+    tensors = [evidence.slot(each) for each in (slot, target) if each is not None]
+    forms = [f"{tensor.dtype} {len(tensor.shape)}" for tensor in tensors]
+    compared = [c.operation.name for c in evidence.flow.comparisons if c.target == target]
+    return ", ".join([*forms, *compared[:1]])
 
 
 def are_rows_of_the_batch(answer: Tensor) -> bool:
