@@ -287,6 +287,19 @@ def test_schedules(tmp_path, what):
     assert named == ([f"lr-schedule-error/{what}"] if what.strip() else [])
 
 
+@pytest.mark.parametrize("length, ids", [(200, ["lr-schedule-error/warmup-never-ends"]), (8, [])])
+def test_a_warmup_in_steps_that_is_stepped_once_an_epoch(tmp_path, length, ids):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / length))
+
+    causes = train(
+        tmp_path, model=model, optimizer=lambda _: optimizer, after_epoch=lambda *_: scheduler.step(), epochs=8
+    )
+    found = [id for id in causes if id.startswith("lr-schedule-error")]
+    assert found == ids and all(causes[id].level in ("warning", "problem") for id in ids)
+
+
 def noam(scale, warmup):
     return lambda s: scale * min((s + 1) ** -0.5, (s + 1) * warmup**-1.5)
 

@@ -161,6 +161,19 @@ def test_gradients_that_move_nothing_are_said_to(tmp_path, monkeypatch):
     assert "\n" not in said
 
 
+def test_gradients_of_single_samples_are_none_of_a_step(tmp_path, monkeypatch):
+    """As differential privacy takes them: under vmap, nothing of them may be looked at."""
+    body = (
+        "def loss_of(P, x, y):\n    return ((predict(x[None], P['W'], P['b']) - y) ** 2).mean()\n"
+        "P = {'W': W, 'b': b}\nper_sample = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))\n"
+        "for step in range(14):\n    x, y = batch()\n    G = per_sample(P, x, y)\n"
+        "    losses.append(loss_of(P, x[0], y[0]).item())\n"
+        "    for k, v in P.items():\n        v.sub_(0.1 * G[k].clamp(-1, 1).mean(0))\n"
+    )
+    found = watch_script(tmp_path, monkeypatch, START + body + END)
+    assert found.losses == found.plain and len(found.plain) == 14
+
+
 def test_a_rate_is_read_off_only_where_there_is_one():
     gradient, weight = np.array([1.0, -2.0, 0.5]), np.ones(3)
     assert rate_of(-0.1 * gradient, gradient, weight) == pytest.approx(0.1)

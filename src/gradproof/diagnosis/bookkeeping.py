@@ -64,6 +64,7 @@ def validates_in_train_mode(run: Run) -> Iterator[Symptom]:
         yield Symptom("dropout_always_on", "problem", text, None, where, suspects)
 
 
+FEWEST_STAIRS = 4  # rises of a learning rate that is raised once an epoch
 UNTURNED = (
     0.3  # of the largest singular value; one pass in train mode brings a random matrix to about half of it
 )
@@ -377,11 +378,16 @@ def never_arrives(lr: np.ndarray, base: float | None, well: bool) -> tuple[str, 
     """
     if not base or lr.max() > 0.2 * base:
         return None
-    if float(np.mean(np.diff(lr) > 0)) > 0.95:
+    rises = np.flatnonzero(np.diff(lr) > 0)
+    if rises_throughout(lr):
         text = (
             f"warmup never ends: the learning rate rises all through the run, to {lr.max():.2g} of {base:.2g}"
         )
         level = "note" if well else "problem"
+        if len(rises) < 0.5 * len(lr):
+            each = len(lr) / (len(rises) + 1)
+            text += f", once in {each:.0f} steps: is its length in steps, and the scheduler stepped once an epoch?"
+            level = "warning" if well else "problem"
         return "warmup-never-ends", "lr-schedule-error/warmup-never-ends", level, text
     text = (
         f"the schedule keeps the learning rate at {lr.max():.2g} at most; the optimizer was given {base:.2g}"
@@ -391,6 +397,14 @@ def never_arrives(lr: np.ndarray, base: float | None, well: bool) -> tuple[str, 
         level = "warning" if well else "problem"
         return "multiplied", id, level, f"{text}, and the schedule multiplies with it once more"
     return None if well else ("below-base", id, "warning", text)
+
+
+def rises_throughout(lr: np.ndarray) -> bool:
+    """At every step, or in stairs that go on to the end."""
+    ways = np.diff(lr)
+    rises = np.flatnonzero(ways > 0)
+    in_stairs = len(rises) >= FEWEST_STAIRS and bool((ways >= 0).all()) and rises[-1] > 0.7 * len(lr)
+    return len(rises) > 0.95 * len(ways) or in_stairs
 
 
 def falls_as_a_root(lr: np.ndarray) -> bool:

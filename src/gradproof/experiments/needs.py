@@ -84,14 +84,13 @@ def token_slots(evidence: Evidence) -> list[int]:
 
 
 def has_tokens(evidence: Evidence) -> bool:
-    """Tokens, and classes wanted for as many places, or one less a row."""
+    """Tokens, and classes wanted for as many places, or for some in each row."""
     comparisons = [c for c in (*evidence.flow.comparisons, *evidence.flow.picked) if c.kind == "class"]
     wanted = {math.prod(evidence.slot(c.target).shape) for c in comparisons}
     for slot in token_slots(evidence):
         shape = evidence.slot(slot).shape
-        for count, length in (shape, shape[::-1]):
-            if not wanted.isdisjoint((count * length, count * (length - 1))):
-                return True
+        if any(max(shape) < places <= math.prod(shape) for places in wanted):
+            return True
     return False
 
 

@@ -20,13 +20,14 @@ COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little 
 UNHEARD = 1e-3  # of the change of a changed token's own prediction: less is rounding on the way
 POINTWISE = {"_log_softmax", "_softmax", "log", "mul", "div", "add", "tanh", "clone", "_to_copy", "detach"}
 CUTS = RESHAPES | {"slice", "select", "narrow"}
+PICKS = {"index"}  # rows by a mask, or by their numbers
 
 
 @dataclass
 class Grid:
     """A batch of token sequences (rows B, positions T) and what the loss wants at each position.
 
-    Where a loss leaves out the first predictions, what it wants of them is `ignored`.
+    Where a loss leaves out some predictions, what it wants of them is `ignored`.
     """
 
     evidence: Evidence
@@ -34,11 +35,11 @@ class Grid:
     token_slot: int
     tokens: Tensor  # (B, T)
     targets: Tensor  # (B, S), S ≤ T: of the first S positions
-    time_first: bool  # how both lie in memory
+    places: Tensor  # of each prediction that is compared: its place in `targets`, counted row by row
+    time_first: bool  # how the tokens lie in memory
     vocabulary: int  # rows of the embedding
     classes: int
     ignored: int  # ignore_index
-    left_out: int  # predictions at the beginning of each row that no target is compared with
 
     @property
     def valid(self) -> Tensor:
@@ -59,8 +60,9 @@ class Grid:
 
     def by_position(self, rows: Tensor) -> Tensor:
         """One number a row of the prediction, as a grid like `targets`; zero of what is left out."""
-        compared = as_grid(rows, len(self.targets), self.time_first)
-        return torch.cat([compared.new_zeros(len(compared), self.left_out), compared], 1)
+        grid = rows.new_zeros(self.targets.numel())
+        grid[self.places] = rows.reshape(-1)
+        return grid.view_as(self.targets)
 
     def share_at(self, lag: int) -> float:
         """How often the target at a position is the token `lag` positions further on; of valid targets."""
@@ -152,58 +154,93 @@ def _grid(
     count, length = rows.shape
     if length < 4 or bool((rows == rows[0]).all()):
         return None  # position numbers, or too short to tell
-    if targets.numel() not in (count * length, count * (length - 1)):
+    places = places_of(evidence.flow, comparison, count, length, time_first)
+    if places is None or len(places) != targets.numel() or len(torch.unique(places)) < len(places):
         return None
-    wanted = as_grid(targets, count, time_first)
-    first = first_position(evidence.flow, comparison, count, length, time_first)
-    if first is None or first + wanted.shape[1] > length:
-        return None
+    places = places.to(targets.device)
     args = comparison.operation.args
     ignored = args[4] if len(args) > 4 and isinstance(args[4], int) else -100
-    wanted = torch.cat([wanted.new_full((count, first), ignored), wanted], 1)
+    wide = int((places % length).max()) + 1
+    places = torch.div(places, length, rounding_mode="floor") * wide + places % length
+    wanted = targets.new_full((count * wide,), ignored)
+    wanted[places] = targets.reshape(-1)
     classes = evidence.slot(comparison.prediction).shape[comparison.axis]
-    return Grid(evidence, comparison, slot, rows, wanted, time_first, vocabulary, classes, ignored, first)
+    return Grid(
+        evidence, comparison, slot, rows, wanted.view(count, wide), places, time_first, vocabulary, classes, ignored
+    )  # fmt: skip
 
 
-def as_grid(values: Tensor, count: int, time_first: bool) -> Tensor:
-    """(rows, positions) of numbers that lie one behind the other, row by row or position by position."""
-    return values.reshape(-1, count).T if time_first else values.reshape(count, -1)
-
-
-def first_position(
+def places_of(
     flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool
-) -> int | None:
-    """Which of a network's predictions is the first that is compared: each is given the number of its position, and
-    what cuts and views do to predictions is done to these. None where they do not come one behind the other."""
+) -> Tensor | None:
+    """Of each prediction that is compared, its place among all: row · length + position.
+
+    Where the network's predictions still stand for every position, each is given its number, and what cuts, views and
+    masks do to predictions is done to these.
+    """
     path: list[Operation] = []
     origin, after = None, 0
     slot: int | None = comparison.prediction
     while slot is not None:
         shape = flow.tape.slots[slot].shape
-        if list(shape).count(length) == 1 and len(shape) >= 3:  # the furthest back that has an axis of time
-            origin, after = slot, len(path)
+        numbers = number_places(shape, count, length, time_first)
+        if numbers is not None:
+            origin, after = numbers, len(path)
         op = flow.maker(slot)
         before = flow.reads(op)[0] if op is not None and flow.reads(op) else None
         if op is None or before is None or op.writes:
             break
         same = op.name in POINTWISE and flow.tape.slots[before].shape == shape
-        if not same and op.name not in CUTS:
+        if not same and op.name not in CUTS | PICKS:
             break
         path.append(op)
         slot = before
     if origin is None:
-        return 0
-    shape = flow.tape.slots[origin].shape
-    axis = list(shape).index(length)
-    where = torch.arange(length).view(-1, *[1] * (len(shape) - 1 - axis)).expand(shape)
+        return in_order(flow, comparison, count, length, time_first)
     for op in reversed(path[:after]):
         if op.name in ("view", "_unsafe_view", "reshape"):
-            where = where.reshape(flow.tape.slots[flow.makes(op)[0]].shape)
+            origin = origin.reshape(flow.tape.slots[flow.makes(op)[0]].shape)
         elif op.name in CUTS:
-            where = op.func(where, *op.args[1:], **op.kwargs)
-    found = as_grid(where.select(comparison.axis, 0), count, time_first)
-    in_order = bool((found == found[:1]).all()) and bool((found.diff(dim=1) == 1).all())
-    return int(found[0, 0]) if in_order else None
+            origin = op.func(origin, *op.args[1:], **op.kwargs)
+        elif op.name in PICKS:
+            chosen = [each.slot for each in op.args[1] if isinstance(each, Ref)]
+            known = flow.values(chosen)
+            if len(known) < len(set(chosen)):
+                return None
+            picks = [known[each.slot].cpu() if isinstance(each, Ref) else None for each in op.args[1]]
+            origin = torch.ops.aten.index(origin, picks)
+    return origin.select(comparison.axis, 0).reshape(-1)
+
+
+def number_places(shape: tuple[int, ...], count: int, length: int, time_first: bool) -> Tensor | None:
+    """Predictions for every position of every row, one behind the other or along axes of their own.
+
+    >>> number_places((6, 9), 2, 3, False)[:, 0], number_places((3, 2, 9), 2, 3, True)[..., 0].tolist()
+    (tensor([0, 1, 2, 3, 4, 5]), [[0, 3], [1, 4], [2, 5]])
+    """
+    if len(shape) < 2:
+        return None
+    numbers = torch.arange(count * length).view(count, length)
+    lying = numbers.T if time_first else numbers
+    rest = len(shape) - 2
+    if shape[0] == count * length:
+        return lying.reshape(-1, *[1] * (rest + 1)).expand(shape)
+    if rest and tuple(shape[:2]) == tuple(lying.shape):
+        return lying.reshape(*lying.shape, *[1] * rest).expand(shape)
+    if rest and (shape[0], shape[-1]) == (count, length):  # classes between the two
+        return numbers.reshape(count, *[1] * rest, length).expand(shape)
+    return None
+
+
+def in_order(
+    flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool
+) -> Tensor | None:
+    """Of predictions that are made for all positions but the last."""
+    shape = flow.tape.slots[comparison.prediction].shape
+    if shape[0] != count * (length - 1):
+        return None
+    numbers = torch.arange(count * length).view(count, length)[:, :-1]
+    return (numbers.T if time_first else numbers).reshape(-1)
 
 
 def find_padding(rows: Tensor, front: bool = True) -> int | None:

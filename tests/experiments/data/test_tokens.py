@@ -44,6 +44,57 @@ def test_shift_before_the_loss():
     assert confirmed_ids(do_targets_line_up, wrong) == ["data-target-misaligned/double-shift"]
 
 
+@pytest.mark.parametrize("ahead, ids", [(0, []), (1, ["data-target-misaligned/double-shift"])])
+@pytest.mark.parametrize("classes", [VOCABULARY, TIME])
+def test_as_many_rows_as_positions(ahead, ids, classes):
+    """Which axis is that of time is no matter of its length: rows, and classes, may be as many."""
+    model = Transformer()
+    text = torch.randint(0, classes, (TIME, TIME + 2))
+
+    def step():
+        scores, labels = model(text[:, :TIME])[:, :-1, :classes], text[:, ahead : TIME + ahead]
+        return F.cross_entropy(scores.reshape(-1, classes), labels[:, 1:].reshape(-1))
+
+    evidence = evidence_of(model, step)
+    assert confirmed_ids(do_targets_line_up, evidence) == ids
+    assert excluded_families(do_targets_line_up, evidence) == ([] if ids else ["data-target-misaligned"])
+
+
+@pytest.mark.parametrize("ahead, ids", [(1, []), (2, ["data-target-misaligned/double-shift"])])
+def test_positions_that_are_chosen_by_a_mask(ahead, ids):
+    model = Transformer()
+    text = torch.randint(0, VOCABULARY, (BATCH, TIME + 2))
+    chosen = torch.rand(BATCH, TIME) < 0.8
+
+    def step():
+        return F.cross_entropy(model(text[:, :TIME])[chosen], text[:, ahead : TIME + ahead][chosen])
+
+    evidence = evidence_of(model, step)
+    assert confirmed_ids(do_targets_line_up, evidence) == ids
+    assert excluded_families(do_targets_line_up, evidence) == ([] if ids else ["data-target-misaligned"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_several_texts_in_one_row(causal):
+    """Each token may attend to those of its own text; the loss leaves out the last of each."""
+    model = Transformer()
+    text, ends = torch.randint(0, VOCABULARY, (BATCH, TIME + 1)), torch.rand(BATCH, TIME + 1) < 0.2
+    number = ends.long().cumsum(1) - ends.long()
+    same = number[:, :TIME, None] == number[:, None, :TIME]
+    allowed = same & torch.ones(TIME, TIME).tril().bool() if causal else same
+    counts = number[:, 1:] == number[:, :TIME]
+    first = model.blocks[0]
+
+    def step():
+        x = model.tok(text[:, :TIME])
+        q, k, v = first.qkv(x)[:, None].chunk(3, -1)
+        x = x + first.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])[:, 0])
+        return F.cross_entropy(model.head(x)[counts], text[:, 1:][counts])
+
+    found = confirmed_ids(does_it_see_the_future, evidence_of(model, step))
+    assert found == ([] if causal else ["attention-mask-error/sees-the-future"])
+
+
 @pytest.mark.parametrize("make", [Transformer, Recurrent])
 @pytest.mark.parametrize("ahead, ids", [(1, []), (2, ["data-target-misaligned/double-shift"])])
 def test_a_loss_that_leaves_out_the_first_prediction(make, ahead, ids):

@@ -52,6 +52,14 @@ def test_an_axis_too_far(middle, id):
     assert ("permute" in found.fix) == (id == "view-for-transpose")
 
 
+@pytest.mark.parametrize("axis, ids", [(0, ["axis-or-shape-error/sum-over-the-batch"]), (1, [])])
+@pytest.mark.parametrize("running", [torch.cumsum, torch.cumprod, torch.logcumsumexp])
+def test_a_running_total_along_the_batch(running, axis, ids):
+    """What light is left along each ray, say."""
+    evidence = classify(Net(lambda h: running(h.sigmoid(), axis)))
+    assert confirmed_ids(are_samples_independent, evidence) == ids
+
+
 def test_time_taken_for_batch():
     for model, x in ((SequenceClassifier(False), torch.randn(8, 6, 5)),):
         assert confirmed_ids(are_samples_independent, classify(model, x)) == [

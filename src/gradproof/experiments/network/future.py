@@ -19,6 +19,7 @@ MIXES_PLACES = {"view", "_unsafe_view", "reshape", "transpose", "permute"}
 SOFTMAXES = {"_softmax", "_safe_softmax"}
 FAMILY = "attention-mask-error"
 DEAF = 1e-9  # of the change of the token's own prediction: what float64 leaves of nothing
+SEVERAL = 3  # texts that lie in one row: a token at the beginning of one has none before it
 REMEMBERS = ("attention", "rnn", "lstm", "gru", "softmax")
 
 
@@ -31,37 +32,40 @@ def does_it_see_the_future(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
-    position = grid.targets.shape[1] // 2
-    found = grid.perturb(0, position)
-    if found is None:
-        yield undecided(
-            FAMILY, "no token could be exchanged for another, or the prediction could not be replayed"
-        )
-        return
-    tokens, change = found
-    here = change[0]
-    most = float(here.max())
-    if not most > 0:
-        yield undecided(FAMILY, f"changing token {position} changes no prediction at all")
-        return
-    before, after = float(here[:position].max()), float(here[position + 1 :].max())
-    coupled = float(change[1:].max() if len(change) > 1 else 0.0) > UNHEARD * most
-    if before > UNHEARD * most:
-        confined = keeps_to_later_positions(grid, position)
-        op = find_first_spread(evidence.flow, {grid.token_slot: tokens}, confined)
-        if not coupled or (op is not None and op.name in (*ATTENDS, *SOFTMAXES)):
-            yield sees(evidence, op, position, here)
+    heard = []  # of each token that was exchanged
+    for row, position in places_to_change(grid):
+        found = grid.perturb(row, position)
+        if found is None:
+            yield undecided(
+                FAMILY, "no token could be exchanged for another, or the prediction could not be replayed"
+            )
             return
-    if coupled:  # a question of samples, not of time
-        yield undecided(
-            FAMILY, f"changing token {position} of one sequence changes predictions of others, too"
-        )
-        return
+        tokens, change = found
+        here, others = change[row], torch.cat([change[:row], change[row + 1 :]])
+        most = float(here.max())
+        if not most > 0:
+            yield undecided(FAMILY, f"changing token {position} changes no prediction at all")
+            return
+        before = float(here[:position].max()) if position else 0.0
+        coupled = len(others) > 0 and float(others.max()) > UNHEARD * most
+        if before > UNHEARD * most:
+            confined = keeps_to_later_positions(grid, position)
+            op = find_first_spread(evidence.flow, {grid.token_slot: tokens}, confined)
+            if not coupled or (op is not None and op.name in (*ATTENDS, *SOFTMAXES)):
+                yield sees(evidence, op, position, here)
+                return
+        if coupled:  # a question of samples, not of time
+            yield undecided(
+                FAMILY, f"changing token {position} of one sequence changes predictions of others, too"
+            )
+            return
+        heard.append((most, before, float(here[position + 1 :].max()) if position + 1 < len(here) else 0.0))
+    most, before = heard[0][0], max(before for _, before, _ in heard)
     yield excluded(
         "attention-mask-error/sees-the-future",
         f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
     )
-    if after > DEAF * most:  # weights that have blown up may fall deaf later
+    if any(after > DEAF * most for most, _, after in heard):  # weights that have blown up may fall deaf later
         evidence.memory["hears what came before"] = True
         return
     where = next((op for op in evidence.flow.operations if _is_memory(op)), None)
@@ -73,6 +77,18 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
             where=place_of(where.module, where.line),
             confidence="likely",
         )
+
+
+def places_to_change(grid: Grid) -> list[tuple[int, int]]:
+    """The middle of a row; where a row may hold several texts, places of several rows that the loss counts."""
+    if bool(grid.valid[0].all()):
+        return [(0, grid.targets.shape[1] // 2)]
+    counted = grid.valid.sum(1).argsort(descending=True)[:SEVERAL].tolist()
+    found = []
+    for number, row in enumerate(counted, 1):
+        places = grid.valid[row].nonzero().flatten()
+        found += [(row, int(places[len(places) * number // (len(counted) + 1)]))] if len(places) else []
+    return found
 
 
 def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor) -> Verdict:

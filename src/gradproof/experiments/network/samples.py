@@ -43,6 +43,7 @@ BY_MISTAKE = {
     "_safe_softmax": "softmax-over-the-batch", "linalg_vector_norm": "normalised-over-the-batch",
     "norm": "normalised-over-the-batch", "view": "view-for-transpose", "_unsafe_view": "view-for-transpose",
     "native_layer_norm": "normalised-over-the-batch", "cumsum": "sum-over-the-batch",
+    "cumprod": "sum-over-the-batch", "logcumsumexp": "sum-over-the-batch",
 }  # fmt: skip
 PERMUTE = "transpose or permute to the new order of axes first, then reshape"
 NAME_THE_AXIS = "name the axis of the features or classes (dim=-1 or dim=1), not that of the batch"
