@@ -217,8 +217,8 @@ REPLAYS = (
         REPLAY, 2, ("activations",), core=True, times=2),
     Question("does_normalisation_help", "network.normalisation",
         "Does every normalisation average enough values, of features, with a small ε, and statistics that move?",
-        ("normalization-error: running-statistics-never-move running-statistics-lag tiny-batch one-sample "
-         "eps over-the-batch one-value unbounded-rescale",),
+        ("normalization-error: running-statistics-never-move running-statistics-lag "
+         "running-statistics-of-one-batch tiny-batch one-sample eps over-the-batch one-value unbounded-rescale",),
         REPLAY, core=True),
     Question("do_targets_belong_to_inputs", "data.targets",
         "Do the targets belong to the inputs that they are compared with?",
@@ -245,7 +245,7 @@ REPLAYS = (
     Question("are_logarithms_where_they_are_wanted", "losses.logarithms",
         "Does the loss get logarithms where it wants them, and values where it wants those?",
         ("loss-activation-mismatch: missing-log positive-as-log rate-as-log-rate raw-rate raw-scores "
-         "softmax-twice",
+         "softmax-twice sigmoid-twice",
          "axis-or-shape-error: softmax-axis"),
         REPLAY),
     Question("are_terms_weighed_alike", "losses.weighing",

@@ -31,7 +31,14 @@ def divergence(log_variance, mean):
     return -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum(1).mean()
 
 
+def focal(scores):
+    p = torch.sigmoid(scores).clamp(1e-4, 1 - 1e-4)
+    return -((1 - p) ** 2 * p.log() * (VALUE > 0) + p**2 * (1 - p).log() * (VALUE <= 0)).mean()
+
+
 BAD = {
+    "focal loss of a sigmoid": (lambda out: focal(out.sigmoid()), "sigmoid-twice"),
+    "log sigmoid of a softmax": (lambda out: -F.logsigmoid(out.softmax(1))[:, 0].mean(), "sigmoid-twice"),
     "softplus": (lambda out: F.poisson_nll_loss(F.softplus(out), COUNTS), "rate-as-log-rate"),
     "relu and more": (
         lambda out: F.poisson_nll_loss(F.relu(out) + 1e-3, COUNTS, full=True),
@@ -53,6 +60,8 @@ BAD = {
     "soft targets": (lambda out: F.cross_entropy(out.softmax(1), SOFT), "softmax-twice"),
 }
 GOOD = {
+    "focal loss": lambda out: focal(out),
+    "sigmoids side by side": lambda out: (out.sigmoid() * (1 - out).sigmoid() * VALUE).mean(),
     "log rate": lambda out: F.poisson_nll_loss(out, COUNTS),
     "log rate, limited": lambda out: F.poisson_nll_loss(out.clamp(-5, 5), COUNTS),
     "rate": lambda out: F.poisson_nll_loss(F.softplus(out), COUNTS, log_input=False),

@@ -54,6 +54,24 @@ def test_running_statistics_that_lag(momentum, scale, lags):
     assert found == (["normalization-error/running-statistics-lag"] if lags else [])
 
 
+@pytest.mark.parametrize(
+    "momentum, spread, hasty", [(0.99, 1.0, True), (0.9, 1.0, True), (0.99, 0.0, False), (0.1, 1.0, False)]
+)
+def test_running_statistics_of_the_last_batch_alone(momentum, spread, hasty):
+    """They are of one batch, which hurts where batches are not alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 1))
+
+    def batch():
+        return torch.randn(256, 6) + spread * torch.randn(6)
+
+    for _ in range(20):
+        model(batch())
+    evidence = evidence_of(model, lambda: model(batch()).pow(2).mean(), step=20)
+    found = confirmed_ids(does_normalisation_help, evidence)
+    assert found == (["normalization-error/running-statistics-of-one-batch"] if hasty else [])
+
+
 @pytest.mark.parametrize("norm, batch, alone", [(nn.BatchNorm2d, 1, True), (nn.InstanceNorm2d, 4, False)])
 def test_one_sample_at_a_time_is_not_each_sample_by_itself(norm, batch, alone):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU())

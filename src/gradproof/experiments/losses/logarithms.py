@@ -30,7 +30,7 @@ def are_logarithms_where_they_are_wanted(evidence: Evidence) -> Iterator[Verdict
             continue
         look = {
             "exp": positive_as_logarithm, "log": logarithm_of_raw, "sub": of_divergence, "_ctc_loss": of_paths,
-            "_log_softmax": softmax_twice,
+            "_log_softmax": softmax_twice, "sigmoid": sigmoid_twice, "log_sigmoid_forward": sigmoid_twice,
         }.get(op.name)  # fmt: skip
         found = look(flow, op) if look is not None else None
         if found is not None:
@@ -271,5 +271,21 @@ def softmax_twice(flow: Flow, log_softmax: Operation) -> Verdict | None:
         f"{math.exp(-least):.3g} of {count} classes",
         where=place_of(first.module, first.line),
         fix="give the loss the raw scores: remove the softmax",
+        confidence="proven",  # two operations, one behind the other
+    )
+
+
+def sigmoid_twice(flow: Flow, second: Operation) -> Verdict | None:
+    """A sigmoid of probabilities, in a loss that is written by hand."""
+    first = flow.maker(flow.behind(second.reads[0], VIEWS))
+    if first is None or first.name not in ("sigmoid", "_softmax"):
+        return None
+    word = first.name.strip("_")
+    return confirmed(
+        f"{FAMILY}/sigmoid-twice",
+        f"a sigmoid is taken of probabilities, which {word} has made: what comes of it lies between 0.5 and 0.731, "
+        "whatever the network says",
+        where=place_of(first.module, first.line),
+        fix=f"take the sigmoid once: remove the {word} in the network, or that in the loss",
         confidence="proven",  # two operations, one behind the other
     )

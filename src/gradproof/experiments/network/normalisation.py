@@ -28,6 +28,9 @@ BATCH_NORMS = {
     "_batch_norm_with_update": (None, 5, 6),
 }
 LARGE_EPS = 1e-3  # a hundred times PyTorch's own: an ε below is hardly ever what is wrong
+SETTLED = 5  # steps after which they are of some batch
+OF_ONE_BATCH = 0.6  # of running statistics that the last batch brings
+UNLIKE = 0.25  # standard deviations between the means of two batches, and of their variances
 LATE = 90  # steps after which running statistics should have left their start
 LAYER_NORMS = {"native_layer_norm": 4}
 
@@ -149,32 +152,56 @@ def is_instance_norm(evidence: Evidence, operation: Operation) -> bool:
 
 
 def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> Verdict | None:
-    """Running statistics that are still mostly what they started as, and far from those of the batch."""
-    if not isinstance(momentum, float) or evidence.step < LATE:
+    """Running statistics that are still mostly what they started as, or those of one batch, and far from this batch's."""
+    if not isinstance(momentum, float):
         return None
     left = (1 - momentum) ** (evidence.step + 1)
+    late, hasty = evidence.step >= LATE and left > 0.5, evidence.step >= SETTLED and momentum > OF_ONE_BATCH
+    apart = apart_from_the_batch(evidence, operation) if late or hasty else None
+    if apart is None:
+        return None
+    shift, ratio = apart
+    numbers = f"of a typical channel the mean is {shift:.2g} standard deviations off, the variance {ratio:.2g} times"
+    where = place_of(operation.module, operation.line)
+    fix = f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}"
+    if late and (shift >= 1 or ratio >= 2):
+        return confirmed(
+            "normalization-error/running-statistics-lag",
+            f"BatchNorm has momentum {momentum:g}: after {evidence.step + 1} steps {100 * left:.0f} % of its running "
+            "statistics are still what they started as, and eval mode uses those",
+            numbers,
+            where=where,
+            fix=fix,
+            confidence="likely",
+        )
+    if hasty and (shift > UNLIKE or ratio > 1 + UNLIKE):
+        return confirmed(
+            "normalization-error/running-statistics-of-one-batch",
+            f"BatchNorm has momentum {momentum:g}: {100 * momentum:.0f} % of its running statistics are those of the last "
+            "batch alone, and eval mode uses those, though one batch is not like the next",
+            f"against the statistics that the batch before has left, {numbers}",
+            where=where,
+            fix=fix,
+            confidence="likely",
+        )
+    return None
+
+
+def apart_from_the_batch(evidence: Evidence, operation: Operation) -> tuple[float, float] | None:
+    """How far a typical channel's running mean is from the batch's, in its standard deviations, and how many times as
+    large one variance is as the other; as they stood before this batch was added."""
     running = operation.args[3:5]
-    if left < 0.5 or not all(isinstance(arg, Ref) for arg in running):
+    if len(running) < 2 or not all(isinstance(arg, Ref) for arg in running):
         return None
-    slots = [operation.reads[0], *(arg.slot for arg in running)]
-    values = evidence.values(slots)
-    if len(values) < len(slots):
+    before = [arg.slot for arg in running if arg.slot in evidence.tape.memory_of]
+    batch = evidence.values([operation.reads[0]]).get(operation.reads[0])
+    if len(before) < 2 or batch is None:
         return None
-    batch, mean, variance = (values[slot].double() for slot in slots)
-    channels = batch.transpose(0, 1).flatten(1)
+    mean, variance = (evidence.tape.leaf_value(slot).double() for slot in before)
+    channels = batch.double().transpose(0, 1).flatten(1)
     shift = ((channels.mean(1) - mean).abs() / channels.std(1).clamp_min(1e-12)).median()
     ratio = (channels.var(1) / variance.clamp_min(1e-12)).clamp_min(1e-12).log().abs().median().exp()
-    if shift < 1 and ratio < 2:
-        return None
-    return confirmed(
-        "normalization-error/running-statistics-lag",
-        f"BatchNorm has momentum {momentum:g}: after {evidence.step + 1} steps {100 * left:.0f} % of its running "
-        "statistics are still what they started as, and eval mode uses those",
-        f"of a typical channel the mean is {shift:.2g} standard deviations off, the variance {ratio:.2g} times",
-        where=place_of(operation.module, operation.line),
-        fix=f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}",
-        confidence="likely",
-    )
+    return float(shift), float(ratio)
 
 
 def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Iterator[Verdict]:
