@@ -237,6 +237,7 @@ def test_straight_through_estimator_is_told_from_a_mistake():
     answer = shadow(tape)
     assert answer.right
     assert "straight-through" in answer.surrogates[0].surrogate
+    assert answer.worst is None and str(answer).startswith("no gradient here means to be the derivative")
 
 
 class NumpySine(torch.autograd.Function):

@@ -62,6 +62,9 @@ class ParameterGradient:
         return f"{text}: {self.pattern}" if self.pattern else text
 
 
+SURROGATE = "a surrogate gradient, not the derivative"
+
+
 @dataclass(frozen=True)
 class Shadow:
     """The gradients of one step against float64."""
@@ -92,19 +95,19 @@ class Shadow:
 
     @property
     def worst(self) -> ParameterGradient | None:
-        judged = [
-            p for p in self.parameters if p.verdict in ("right", "wrong", "not finite") and not p.by_nodes
-        ]
-        return max(judged, key=lambda p: p.error, default=None)
+        return max(self.compared, key=lambda p: p.error, default=None)
 
     @property
     def error(self) -> float:
         """|got − truth| / |truth| over all parameters together."""
-        judged = [
-            p for p in self.parameters if p.verdict in ("right", "wrong", "not finite") and not p.by_nodes
-        ]
-        size = math.sqrt(sum(p.size**2 for p in judged))
-        return math.sqrt(sum((p.error * p.size) ** 2 for p in judged)) / size if size > 0 else 0.0
+        size = math.sqrt(sum(p.size**2 for p in self.compared))
+        return math.sqrt(sum((p.error * p.size) ** 2 for p in self.compared)) / size if size > 0 else 0.0
+
+    @property
+    def compared(self) -> list[ParameterGradient]:
+        """Those that were held against float64 as a whole, and mean to be the derivative."""
+        known = [p for p in self.parameters if p.verdict in ("right", "wrong", "not finite")]
+        return [p for p in known if not p.by_nodes and p.pattern != SURROGATE]
 
     def __str__(self) -> str:
         worst = self.worst
@@ -117,6 +120,8 @@ class Shadow:
             )
         elif self.right and self.nodes is not None and self.nodes.right:
             head = "the loss gradient is correct, though not comparable as a whole"
+        elif self.right and self.surrogates:
+            head = "no gradient here means to be the derivative"
         elif self.right:
             head = "no parameter received a gradient"
         else:
@@ -369,7 +374,7 @@ def _excused(parameter: ParameterGradient) -> ParameterGradient:
     """Behind a straight-through estimator the step is not meant to follow the derivative."""
     if parameter.verdict not in ("wrong", "undecided"):
         return parameter
-    values = {**parameter.__dict__, "verdict": "right", "pattern": "a surrogate gradient, not the derivative"}
+    values = {**parameter.__dict__, "verdict": "right", "pattern": SURROGATE}
     return ParameterGradient(**{**values, "tolerance": max(parameter.tolerance, parameter.error)})
 
 

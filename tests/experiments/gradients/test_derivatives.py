@@ -9,6 +9,7 @@ from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
 from gradproof.experiments.gradients.cuts import is_a_path_cut
+from gradproof.experiments.gradients.gradient import is_the_gradient_right
 
 
 def network(inputs=2):
@@ -119,3 +120,25 @@ def test_a_gradient_that_another_network_learns_to_foretell():
         return (model["score"](x) - slope(energy, seen, False)).square().mean() + energy.square().mean()
 
     assert not confirmed_ids(is_a_path_cut, evidence_of(model, loss))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def test_what_comes_through_a_reversal_is_not_said_to_agree_with_float64():
+    model = nn.ModuleDict({"shared": nn.Linear(4, 4), "task": nn.Linear(4, 1), "domain": nn.Linear(4, 1)})
+
+    def step():
+        h = model["shared"](torch.randn(8, 4))
+        return model["task"](h).square().mean() + model["domain"](Reversed.apply(h)).square().mean()
+
+    (said,) = is_the_gradient_right(evidence_of(model, step))
+    assert said.verdict == "excluded" and "what comes through Reversed" in said.reason
+    assert float(said.reason.split("float64 to ")[1].split(",")[0]) < 1e-4

@@ -139,6 +139,9 @@ def asked_nodes(found: Shadow) -> list[str]:
 def reason_of(found: Shadow) -> str:
     """Why the gradient is right: as a whole, or operation by operation."""
     whole = "" if found.worst is None else f"every gradient agrees with float64 to {found.worst.error:.0e}"
+    if whole and found.surrogates:
+        functions = ", ".join(dict.fromkeys(a.call.cls.__name__ for a in found.surrogates))
+        whole += f", but for what comes through {functions}, whose backward means to be no derivative"
     if found.nodes is None or not found.nodes.right:
         return whole
     each = f"each of {found.nodes.judged} operations returned the derivative of its forward"
