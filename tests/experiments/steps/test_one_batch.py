@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from experiment_steps import evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
 
@@ -47,6 +48,22 @@ def test_the_training_goes_on_as_if_nobody_had_looked(monkeypatch):
     _, alone = classify(1.0, scheduler=True)
     for one, other in zip(looked_at.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("noise", "began", "verdict"), [(0.1, 10.0, "undecided"), (3.0, 10.0, "confirmed"), (0.1, None, "undecided")]
+)
+def test_near_the_end_a_lower_rate_fits_any_one_batch_better(noise, began, verdict):
+    """Of a loss that has come down, or whose beginning is not known."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 1), torch.randn(32, 64)
+    y = model(x).detach() + noise * torch.randn(32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3 * noise)
+    losses, step = ([began] * 40, 40) if began else ([noise**2] * 40, 9000)
+    evidence = evidence_of(
+        model, lambda: nn.functional.mse_loss(model(x), y), step, optimizer=optimizer, losses=losses
+    )
+    assert [v.verdict for v in can_it_learn_this_batch(evidence)] == [verdict]
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])

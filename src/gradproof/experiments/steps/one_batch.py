@@ -4,6 +4,7 @@ copies of the weights: at the run's own learning rate, and at a tenth of it."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,7 @@ LONGEST = 2.0  # seconds for both trainings
 # a tenth of the rate leaves at most this share of the loss, and so many times less than the run's own rate
 BETTER = (0.7, 1.2)
 MUCH_BETTER = (0.5, 2.0)  # half and twice: no luck of a few steps
+FIRST, LEARNED = 5, 0.3  # losses that tell where it began; what is left of them once the most is learned
 NEARBY = 1e-6  # of the weights' length
 AS_TOLD = 0.2  # of the slope that the gradient tells
 
@@ -50,7 +52,10 @@ def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
     clear, clearer = (
         0 <= tenth < left * start and own > times * tenth for left, times in (BETTER, MUCH_BETTER)
     )
-    if clear:
+    if clear and not is_at_the_beginning(evidence, start):
+        said = "most of what can be learned is learned: from there on, a lower rate fits any one batch better"
+        yield undecided(FAMILY, said)
+    elif clear:
         rate = largest_lr(evidence)
         yield confirmed(
             "lr-too-high/tenth-learns-better",
@@ -66,6 +71,14 @@ def can_it_learn_this_batch(evidence: Evidence) -> Iterator[Verdict]:
         said = f"{steps} steps on one batch take the loss from {start:.4g} to {own:.4g}"
         said += f", at a tenth of the rate to {tenth:.4g}"
         yield excluded("lr-too-high/tenth-learns-better", said)
+
+
+def is_at_the_beginning(evidence: Evidence, loss: float) -> bool:
+    """Whether the loss is still much of what it was when the training began; unknown is late."""
+    first = evidence.losses[:FIRST]
+    return evidence.step < FIRST or (
+        evidence.step <= len(evidence.losses) and loss > LEARNED * statistics.median(first)
+    )
 
 
 def falls_as_told(evidence: Evidence, gradients: dict[int, Tensor]) -> bool:
