@@ -294,7 +294,11 @@ def test_a_warmup_in_steps_that_is_stepped_once_an_epoch(tmp_path, length, ids):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / length))
 
     causes = train(
-        tmp_path, model=model, optimizer=lambda _: optimizer, after_epoch=lambda *_: scheduler.step(), epochs=8
+        tmp_path,
+        model=model,
+        optimizer=lambda _: optimizer,
+        after_epoch=lambda *_: scheduler.step(),
+        epochs=8,
     )
     found = [id for id in causes if id.startswith("lr-schedule-error")]
     assert found == ids and all(causes[id].level in ("warning", "problem") for id in ids)

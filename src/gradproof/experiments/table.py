@@ -194,7 +194,7 @@ REPLAYS = (
         REPLAY, 2, ("parameters", "optimizers"), core=True),
     Question("do_micro_batches_add_up", "gradients.accumulation",
         "Do the micro-batches add up to the batch, each once?",
-        ("grad-accumulation-error: not-divided overwritten walked-again",),
+        ("grad-accumulation-error: not-divided overwritten walked-again unequal-shares",),
         REPLAY, needs=("several backwards",), core=True),
     Question("is_the_step_too_long_or_short", "steps.step_length",
         "Is the step of a length that lowers the loss of its own batch?",

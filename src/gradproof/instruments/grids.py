@@ -170,9 +170,7 @@ def _grid(
     )  # fmt: skip
 
 
-def places_of(
-    flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool
-) -> Tensor | None:
+def places_of(flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool) -> Tensor | None:
     """Of each prediction that is compared, its place among all: row · length + position.
 
     Where the network's predictions still stand for every position, each is given its number, and what cuts, views and
@@ -232,9 +230,7 @@ def number_places(shape: tuple[int, ...], count: int, length: int, time_first: b
     return None
 
 
-def in_order(
-    flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool
-) -> Tensor | None:
+def in_order(flow: Flow, comparison: Comparison, count: int, length: int, time_first: bool) -> Tensor | None:
     """Of predictions that are made for all positions but the last."""
     shape = flow.tape.slots[comparison.prediction].shape
     if shape[0] != count * (length - 1):

@@ -198,4 +198,11 @@ def describe_swap(found: Swapped) -> dict[str, Any]:
     spoilt = found.spoilt.part if found.spoilt is not None else ""
     moved, explained = found.way
     way = {"moved": moved, "explained": explained} if math.isfinite(explained) else {}
-    return {"blame": found.blame, "losses": losses, "put_back": back, "spoilt": spoilt, "written": found.written, **way}
+    return {
+        "blame": found.blame,
+        "losses": losses,
+        "put_back": back,
+        "spoilt": spoilt,
+        "written": found.written,
+        **way,
+    }

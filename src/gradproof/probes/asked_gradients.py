@@ -71,7 +71,9 @@ def _of_func(session: Session, original: Callable, with_value: bool) -> Callable
         def call(*args: Any, **kwargs: Any) -> Any:
             numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
             wanted = [t for n in numbers if n < len(args) for t in tree_leaves(args[n])]
-            given = tree_leaves((args, kwargs))  # under vmap gradients are those of single samples, not the step's
+            given = tree_leaves(
+                (args, kwargs)
+            )  # under vmap gradients are those of single samples, not the step's
             plain = bool(wanted) and all(isinstance(t, Tensor) for t in wanted)
             if session.own is None or not plain or any(map(_is_wrapped, given)):
                 return differentiated(*args, **kwargs)

@@ -243,3 +243,31 @@ def test_a_gradient_that_only_leads_to_where_the_next_is_taken(moves):
 
     assert not ids(examine(do_micro_batches_add_up, model, optimizer, step, steps=1, memory=memory))
     assert memory.get("noted", {}).get("moved_between_backwards", False) == moves
+
+
+TEXT = torch.randint(1, 9, (8, 12))
+
+
+@pytest.mark.parametrize(
+    ("kept", "by_sum", "level"),
+    [((12, 12, 1, 1), False, "problem"), ((12, 12, 4, 4), False, "warning"), ((12, 10, 9, 12), False, ""),
+     ((12, 12, 1, 1), True, "")],
+)  # fmt: skip
+def test_targets_of_short_and_of_long_micro_batches(kept, by_sum, level):
+    """Each micro-batch is averaged by itself, or all are added up and divided by the number of targets."""
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+
+    def run(model, optimizer):
+        for part, count in enumerate(kept):
+            text = TEXT[2 * part : 2 * part + 2]
+            targets = text.roll(-1, 1).masked_fill(torch.arange(12) >= count, -100)
+            how = {"reduction": "sum"} if by_sum else {}
+            loss = F.cross_entropy(model(text).flatten(0, 1), targets.flatten(), **how)
+            loss = loss / (2 * sum(kept) if by_sum else len(kept))
+            loss.backward()
+        return loss
+
+    found = [v for v in verdicts(run, model) if v.verdict == "confirmed"]
+    assert [(v.id, v.level) for v in found] == (
+        [("grad-accumulation-error/unequal-shares", level)] if level else []
+    )

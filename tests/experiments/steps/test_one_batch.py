@@ -51,7 +51,8 @@ def test_the_training_goes_on_as_if_nobody_had_looked(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("noise", "began", "verdict"), [(0.1, 10.0, "undecided"), (3.0, 10.0, "confirmed"), (0.1, None, "undecided")]
+    ("noise", "began", "verdict"),
+    [(0.1, 10.0, "undecided"), (3.0, 10.0, "confirmed"), (0.1, None, "undecided")],
 )
 def test_near_the_end_a_lower_rate_fits_any_one_batch_better(noise, began, verdict):
     """Of a loss that has come down, or whose beginning is not known."""

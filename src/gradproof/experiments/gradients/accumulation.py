@@ -15,19 +15,21 @@ from gradproof.instruments.weights import (
     still_stands,
     take_apart,
 )
-from gradproof.tape.operations import Tape
+from gradproof.tape.operations import BackwardCall, Tape
+from gradproof.tape.replay import differentiate
 
 FAMILY = "grad-accumulation-error"
 ADAPTIVE = ("Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adafactor", "Adadelta")
 OFTEN = 1.5  # times the mean of the whole batch: two micro-batches that nothing divides come to 2
+UNEQUAL, VERY_UNEQUAL = 2.5, 5.0  # times as much as another target: less is common, and does little
 WHOLE = 0.99  # of a mean: what is divided by nothing, up to rounding
 
 
 def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
-    """Gradients that are lost, that come again, or that nobody divides."""
+    """Gradients that are lost, that come again, that nobody divides, or in which targets count for unequal shares."""
     if moves_between_backwards(evidence):
         evidence.noted["moved_between_backwards"] = True
-    yield from first_of(look(evidence) for look in (overwritten, walked_again, not_divided))
+    yield from first_of(look(evidence) for look in (overwritten, walked_again, unequal_shares, not_divided))
 
 
 def moves_between_backwards(evidence: Evidence) -> bool:
@@ -92,16 +94,57 @@ def scaled_since(tape: Tape, end: int) -> float:
     return max(factors.values(), default=1.0)
 
 
-def not_divided(evidence: Evidence) -> Verdict | None:
-    """k backwards from one line, each of a mean, have to be divided by k to be the mean of the whole batch."""
+def parts_of_a_batch(evidence: Evidence) -> list[BackwardCall]:
+    """The backwards of a step that belong together: from one line, each of a pass of its own, added up."""
     calls = [call for call in evidence.tape.top_backwards if call.accumulates and len(call.roots) == 1]
     lines = {(call.line.file, call.line.number) for call in calls if call.line is not None}
     if len(calls) < 2 or len(lines) != 1 or any(type(o).__name__ == "LBFGS" for o in evidence.optimizers):
-        return None  # a closure that is called again starts again
+        return []  # a closure that is called again starts again
     if not all(still_stands(evidence, before, call) for before, call in pairwise(calls)):
-        return None  # cleared in between: they do not add up
-    if not have_passes_of_their_own(evidence, calls):
-        return None  # several losses of one batch, or windows of one sequence
+        return []  # cleared in between: they do not add up
+    # or several losses of one batch, or windows of one sequence
+    return calls if have_passes_of_their_own(evidence, calls) else []
+
+
+def unequal_shares(evidence: Evidence) -> Verdict | None:
+    """Micro-batches that are averaged each by itself, with many targets in one and few in another."""
+    calls = parts_of_a_batch(evidence)
+    compared = [c for c in evidence.flow.comparisons if c.kind == "class"]
+    if not calls or len(compared) != len(calls):
+        return None
+    pulls = differentiate(evidence.tape, gradients_at=[c.prediction for c in compared]).slot_gradients
+    weights, counts = [], []
+    for comparison in compared:
+        counted = (
+            pulls[comparison.prediction].abs().amax(comparison.axis)
+            if comparison.prediction in pulls
+            else None
+        )
+        if counted is None or not bool((counted > 0).any()):
+            return None
+        weights.append(float(counted[counted > 0].double().mean()))
+        counts.append(int((counted > 0).sum()))
+    ratio = max(weights) / min(weights)
+    # by their own weights, of rare classes say, targets may count unequally; a mean over each part makes them so
+    if ratio < UNEQUAL or ratio < 0.8 * max(counts) / min(counts) or ratio > 1.25 * max(counts) / min(counts):
+        return None
+    return confirmed(
+        f"{FAMILY}/unequal-shares",
+        f"{len(calls)} micro-batches have {min(counts)} to {max(counts)} targets that count, and each is averaged by "
+        f"itself: a target of the smallest weighs {ratio:.3g} times as much as one of the largest",
+        where=place_of("", compared[0].operation.line),
+        fix="add up the losses (reduction='sum') and divide by the number of targets of the whole step",
+        level="problem" if ratio >= VERY_UNEQUAL else "warning",
+        confidence="likely",  # counted; that each target should weigh the same is what people mean, as a rule
+        lasting=False,
+    )
+
+
+def not_divided(evidence: Evidence) -> Verdict | None:
+    """k backwards from one line, each of a mean, have to be divided by k to be the mean of the whole batch."""
+    calls = parts_of_a_batch(evidence)
+    if not calls:
+        return None
     terms = [term for call in calls for term in take_apart(evidence.flow, call.roots[0])]
     if not terms or not all(term.is_averaged_over(term.operand[0] if term.operand else 1) for term in terms):
         return None

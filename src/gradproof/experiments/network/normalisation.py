@@ -152,7 +152,7 @@ def is_instance_norm(evidence: Evidence, operation: Operation) -> bool:
 
 
 def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> Verdict | None:
-    """Running statistics that are still mostly what they started as, or those of one batch, and far from this batch's."""
+    """Running statistics that are mostly what they started as, or those of one batch, and far from this batch's."""
     if not isinstance(momentum, float):
         return None
     left = (1 - momentum) ** (evidence.step + 1)
@@ -177,8 +177,8 @@ def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> V
     if hasty and (shift > UNLIKE or ratio > 1 + UNLIKE):
         return confirmed(
             "normalization-error/running-statistics-of-one-batch",
-            f"BatchNorm has momentum {momentum:g}: {100 * momentum:.0f} % of its running statistics are those of the last "
-            "batch alone, and eval mode uses those, though one batch is not like the next",
+            f"BatchNorm has momentum {momentum:g}: {100 * momentum:.0f} % of its running statistics are those of the "
+            "last batch alone, and eval mode uses those, though one batch is not like the next",
             f"against the statistics that the batch before has left, {numbers}",
             where=where,
             fix=fix,
