@@ -246,8 +246,9 @@ REPLAYS = (
         "Does the loss get logarithms where it wants them, and values where it wants those?",
         ("loss-activation-mismatch: missing-log positive-as-log rate-as-log-rate raw-rate raw-scores "
          "softmax-twice sigmoid-twice",
+         "loss-scale-or-sign: log-determinant",
          "axis-or-shape-error: softmax-axis"),
-        REPLAY),
+        REPLAY, 2),
     Question("are_terms_weighed_alike", "losses.weighing",
         "Are all terms of the loss averaged alike, over samples and entries, and rare classes not made rarer?",
         ("loss-scale-or-sign: one-term-not-averaged one-term-drowns class-weights",),

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from gradproof.experiments.verdict import Verdict, confirmed
+from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, VIEWS, Flow, place_of
+from gradproof.instruments.volume import Stretch, find_stretches
+from gradproof.instruments.weights import pull
 from gradproof.tape.operations import Operation, Ref
 
 FAMILY = "loss-activation-mismatch"
@@ -23,6 +25,10 @@ OUTSIDE = 0.05  # share of targets beyond the range that is more than a few outl
 
 
 def are_logarithms_where_they_are_wanted(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, of_the_loss, of_determinants))
+
+
+def of_the_loss(evidence: Evidence) -> Iterator[Verdict]:
     """A rate taken as its logarithm, an unbounded rate whose logarithm is taken, distributions not given as logs."""
     flow = evidence.flow
     for op in flow.operations:
@@ -288,4 +294,41 @@ def sigmoid_twice(flow: Flow, second: Operation) -> Verdict | None:
         where=place_of(first.module, first.line),
         fix=f"take the sigmoid once: remove the {word} in the network, or that in the loss",
         confidence="proven",  # two operations, one behind the other
+    )
+
+
+# -- determinants -------------------------------------------------------------------------------------------------
+
+STRETCHES = 1e-3  # the logarithm of a determinant that is told from nothing
+
+
+def of_determinants(evidence: Evidence) -> Iterator[Verdict]:
+    """A density counts how much each layer stretches space: the more, the likelier the sample, the lower the loss."""
+    right = []
+    for stretch in find_stretches(evidence):
+        slope = pull(evidence, stretch.slot)
+        if slope is None or not float(slope.double().sum()) or float(stretch.measured.abs().median()) < STRETCHES:
+            continue
+        way = float(slope.double().sum())
+        if stretch.sign and way * stretch.sign > 0:
+            yield verdict_on_stretch(evidence, stretch, "the loss rises with it, as if it were that of the inverse")
+            return
+        right += [way] if stretch.sign else []
+        # one that is added up with others that are right, and as they are, means to be one
+        if not stretch.sign and any(math.isclose(abs(way), abs(other), rel_tol=1e-3) for other in right):
+            yield verdict_on_stretch(evidence, stretch, "it is added up with those of other layers, which are right")
+            return
+
+
+def verdict_on_stretch(evidence: Evidence, stretch: Stretch, why: str) -> Verdict:
+    said, measured = (float(values[0]) for values in (stretch.said, stretch.measured))
+    maker = evidence.maker(stretch.slot)
+    return confirmed(
+        "loss-scale-or-sign/log-determinant",
+        f"{stretch.call.kind} returns {said:.4g} for the first sample; the logarithm of its Jacobian's determinant, "
+        f"measured, is {measured:.4g}",
+        why,
+        where=place_of(stretch.call.path, maker.line if maker is not None else None),
+        fix="a loss of -log p(x) takes away log|det J| of every layer from x to the noise, for each sample",
+        confidence="proven",  # the samples were moved
     )
