@@ -58,9 +58,8 @@ class Question:
     needs: tuple[str, ...] = ()
     core: bool = False  # without its answer nobody may say that nothing is wrong
     looks: int = 0  # of those that want EVERY step: after how many silence is an answer
-    times: int = (
-        1  # steps that must show the same, none between them that excludes it, before it is confirmed
-    )
+    # steps that must show the same, none between them that excludes it, before it is confirmed
+    times: int = 1
     again: str = ""  # for what of its ids; for the others one step is enough. Empty: all of them
 
     @property

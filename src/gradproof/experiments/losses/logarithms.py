@@ -307,16 +307,24 @@ def of_determinants(evidence: Evidence) -> Iterator[Verdict]:
     right = []
     for stretch in find_stretches(evidence):
         slope = pull(evidence, stretch.slot)
-        if slope is None or not float(slope.double().sum()) or float(stretch.measured.abs().median()) < STRETCHES:
+        if (
+            slope is None
+            or not float(slope.double().sum())
+            or float(stretch.measured.abs().median()) < STRETCHES
+        ):
             continue
         way = float(slope.double().sum())
         if stretch.sign and way * stretch.sign > 0:
-            yield verdict_on_stretch(evidence, stretch, "the loss rises with it, as if it were that of the inverse")
+            yield verdict_on_stretch(
+                evidence, stretch, "the loss rises with it, as if it were that of the inverse"
+            )
             return
         right += [way] if stretch.sign else []
         # one that is added up with others that are right, and as they are, means to be one
         if not stretch.sign and any(math.isclose(abs(way), abs(other), rel_tol=1e-3) for other in right):
-            yield verdict_on_stretch(evidence, stretch, "it is added up with those of other layers, which are right")
+            yield verdict_on_stretch(
+                evidence, stretch, "it is added up with those of other layers, which are right"
+            )
             return
 
 
