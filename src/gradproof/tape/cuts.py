@@ -34,7 +34,8 @@ class Cut:
 def find_cuts(tape: Tape, without_gradient: list[Slot], in_part: bool = False) -> list[Cut]:
     """For each of these parameters, the first place where the way to the loss is cut, for all of it or in part."""
     towards_loss = _slots_towards(tape, tape.loss_slots)
-    return [_cut_of(tape, parameter, towards_loss, in_part) for parameter in without_gradient]
+    kept = _kept_results(tape)
+    return [_cut_of(tape, parameter, towards_loss, kept, in_part) for parameter in without_gradient]
 
 
 def _slots_towards(tape: Tape, targets: list[int]) -> set[int]:
@@ -45,7 +46,7 @@ def _slots_towards(tape: Tape, targets: list[int]) -> set[int]:
     return found
 
 
-def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], in_part: bool) -> Cut:
+def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], kept: set[int], in_part: bool) -> Cut:
     followed, influenced = {parameter.index}, {parameter.index}
     candidates: list[tuple[Operation, str]] = []
     leaving: tuple[Operation, str] | None = None
@@ -60,7 +61,7 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], in_part: bool) 
         if operation.name in LEAVES_PYTORCH:
             leaving = (operation, f"{LEAVES_PYTORCH[operation.name]} turns it into a Python number")
         how = _stops(tape, operation, followed)
-        if how and not _keeps_a_result(tape, operation):
+        if how and operation.index not in kept:
             candidates.append((operation, how))
         elif not how:
             followed.update((*operation.makes, *operation.writes))
@@ -113,13 +114,11 @@ def _stops(tape: Tape, operation: Operation, followed: set[int]) -> str:
     return ""
 
 
-def _keeps_a_result(tape: Tape, operation: Operation) -> bool:
-    """A detach by which autograd itself keeps what an operation has just put out, for its backward: softmax, exp, …"""
-    if operation.name != "detach" or not operation.index:
-        return False
-    before = tape.operations[operation.index - 1]
-    made = {*before.makes, *before.writes}
-    return before.name != "detach" and before.line == operation.line and made.issuperset(operation.reads)
+def _kept_results(tape: Tape) -> set[int]:
+    """The detaches by which autograd keeps results for its backward (softmax, exp, …): nobody else reads them."""
+    forward = [op for op in tape.operations if op.in_backward is None]
+    read = {*tape.loss_slots, *(slot for operation in forward for slot in operation.reads)}
+    return {op.index for op in forward if op.name == "detach" and read.isdisjoint(op.makes)}
 
 
 def gradients_through(tape: Tape, cut: int) -> dict[int, torch.Tensor]:

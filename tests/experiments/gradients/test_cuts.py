@@ -101,6 +101,47 @@ def test_what_autograd_keeps_for_itself_is_no_cut():
     assert ids(verdicts(model, lambda: model(x)[0].pow(2).mean())) == set()
 
 
+class Positions(nn.Module):
+    """Tokens and their places: an operation and a detach of its result in one line."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.tokens, self.places, self.head, self.cut = (
+            nn.Embedding(9, 4),
+            nn.Embedding(5, 4),
+            nn.Linear(4, 9),
+            cut,
+        )
+
+    def forward(self, ids):
+        at = torch.arange(5)
+        places = self.places(at).detach() if self.cut else self.places(at)  # places
+        return self.head(self.tokens(ids) + places)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_detach_in_the_line_of_what_it_detaches(cut):
+    model, ids_of_tokens = Positions(cut), torch.randint(0, 9, (3, 5))
+    found = verdicts(
+        model, lambda: F.cross_entropy(model(ids_of_tokens).flatten(0, 1), ids_of_tokens.flatten())
+    )
+    assert ids(found, "problem") == ({"detached-graph/cut"} if cut else set())
+    assert not cut or f":{line_of('places')}" in found[0].where
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_network_that_cuts_what_a_layer_puts_out(cut):
+    class Sharpened(Two):
+        def forward(self, x):
+            weights = self.encoder(x).softmax(1).detach() if cut else self.encoder(x).softmax(1)
+            return self.decoder(x * weights)
+
+    model, x = Sharpened(None), torch.randn(8, 4)
+    assert ids(verdicts(model, lambda: model(x).pow(2).mean()), "problem") == (
+        {"detached-graph/cut"} if cut else set()
+    )
+
+
 class Variational(Two):
     def forward(self, x):
         code = self.encoder(x)

@@ -132,7 +132,8 @@ def verdict_of(evidence: Evidence, cuts: list[Cut]) -> Verdict:
     first = cuts[0]
     here = [cut.parameter for cut in cuts if cut.line == first.line]
     shown = ", ".join(here[:3]) + (f" and {len(here) - 3} more" if len(here) > 3 else "")
-    lines = [f"{shown} shape the loss and get no gradient: {first.how}", f"at {first.line}"]
+    verbs = ("shapes", "gets") if len(here) == 1 else ("shape", "get")
+    lines = [f"{shown} {verbs[0]} the loss and {verbs[1]} no gradient: {first.how}", f"at {first.line}"]
     reached = brought_past(evidence, first, here)
     if reached:
         lines.append(f"with the cut followed in float64, {reached[0]} gets a gradient of {reached[1]:.1e}")
