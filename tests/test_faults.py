@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -143,15 +145,18 @@ def run_alone(path: Path) -> tuple[int, str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         start_new_session=True,
     )
     try:
         said, complaint = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes it has started
-        process.communicate()
-        return 1, "", "it did not end within a minute"
+        os.killpg(process.pid, signal.SIGABRT)  # with the processes it has started; each says where it stood
+        time.sleep(1)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        said, complaint = process.communicate()
+        return 1, "", f"it did not end within a minute, and had said:\n{said}\n{complaint}"
     return process.returncode, said, complaint
 
 
