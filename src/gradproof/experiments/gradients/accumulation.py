@@ -23,6 +23,7 @@ ADAPTIVE = ("Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "
 OFTEN = 1.5  # times the mean of the whole batch: two micro-batches that nothing divides come to 2
 UNEQUAL, VERY_UNEQUAL = 2.5, 5.0  # times as much as another target: less is common, and does little
 WHOLE = 0.99  # of a mean: what is divided by nothing, up to rounding
+AS_COUNTED = 1.25  # times the ratio of the counts, or one over it: targets have sizes of their own, too
 
 
 def do_micro_batches_add_up(evidence: Evidence) -> Iterator[Verdict]:
@@ -124,9 +125,9 @@ def unequal_shares(evidence: Evidence) -> Verdict | None:
             return None
         weights.append(float(counted[counted > 0].double().mean()))
         counts.append(int((counted > 0).sum()))
-    ratio = max(weights) / min(weights)
+    ratio, expected = max(weights) / min(weights), max(counts) / min(counts)
     # by their own weights, of rare classes say, targets may count unequally; a mean over each part makes them so
-    if ratio < UNEQUAL or ratio < 0.8 * max(counts) / min(counts) or ratio > 1.25 * max(counts) / min(counts):
+    if ratio < UNEQUAL or not 1 / AS_COUNTED <= ratio / expected <= AS_COUNTED:
         return None
     return confirmed(
         f"{FAMILY}/unequal-shares",
