@@ -6,7 +6,8 @@
     ```sh                     each line is a command that has to succeed
     ```text                   the findings it names must be in what the commands before it said
 
-A block below `<!-- slow -->` is left to the slow tests, one below `<!-- not run: why -->` is only shown.
+A block below `<!-- slow -->` is left to the slow tests, one below `<!-- not run: why -->` is only shown. A page
+that says `<!-- after: other.md -->` stands on another one, which is run first.
 Each runs in a process of its own that has torch already.
 """
 
@@ -30,6 +31,7 @@ import gradproof.probes.watch  # noqa: F401  all before any fork
 from gradproof.diagnosis.causes import CAUSES
 
 FENCE = re.compile(r'^(?:<!-- (.*?) -->\n)?```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
+AFTER = re.compile(r"^<!-- after: (\S+) -->$", re.M)
 FINDING = re.compile(rf"\b(?:{'|'.join(cause.family for cause in CAUSES)})/[\w-]+")
 SHELL = """
 gradproof() { "$PYTHON" -m gradproof "$@"; }
@@ -51,6 +53,8 @@ def blocks_of(page: Path) -> list[Block]:
 
 def run_page(page: Path, directory: Path, slow: bool = False) -> None:
     """Every block of a page in its order; with `slow`, the slow ones, too."""
+    for before in AFTER.findall(page.read_text(encoding="utf-8")):
+        run_page(page.parent / before, directory)
     said = ""
     for block in blocks_of(page):
         if block.note.startswith("not run: ") or (block.note == "slow" and not slow):

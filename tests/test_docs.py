@@ -4,6 +4,7 @@ import inspect
 import re
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from pages import blocks_of, run_page
@@ -86,6 +87,34 @@ def test_every_block_is_of_a_kind_that_is_run_or_says_why_not(page):
 def test_there_are_blocks_to_run():
     run = [b for page in PAGES for b in blocks_of(page) if not b.note and b.language in ("python", "sh")]
     assert len(run) >= 30
+
+
+def test_a_page_may_stand_on_another(tmp_path):
+    (tmp_path / "first.md").write_text('```python title="a.py"\nA = 1\n```\n')
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n<!-- after: first.md -->\n\n```python\nimport a\nassert a.A == 1\n```\n")
+    run_page(page, tmp_path)
+    page.write_text("# Page\n\n```python\nimport nowhere\n```\n")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_page(page, tmp_path)
+
+
+INSTRUMENTS = [page for page in PAGES if page.parent.name == "instruments" and page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", INSTRUMENTS, ids=name_of)
+def test_each_instrument_has_one_picture_of_what_it_shows(page):
+    (picture,) = re.findall(r"^!\[[^\]]+\]\((.+\.svg)\)$", page.read_text(), re.M)
+    drawn = ElementTree.parse(page.parent / picture).getroot()
+    assert drawn.tag.endswith("svg") and len(list(drawn.iter())) > 10
+    assert f"]({page.name})" in (page.parent / "index.md").read_text()
+
+
+def test_every_module_of_instruments_is_on_the_page_of_all():
+    listed = (DOCS / "instruments" / "index.md").read_text()
+    named = set(re.findall(r"`(?:instruments\.)?(\w+)`", listed))
+    modules = {path.stem for path in (ROOT / "src" / "gradproof" / "instruments").glob("[!_]*.py")}
+    assert modules - named - {"evidence", "flow", "grids", "gains", "moved"} == set()
 
 
 def test_a_page_that_shows_what_was_not_said_fails(tmp_path):

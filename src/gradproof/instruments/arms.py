@@ -102,7 +102,8 @@ def train(
             weight.grad = handled.get(slot)
         for optimizer in optimizers:
             optimizer.step()
-    return sorted(losses[-LAST:])[LAST // 2] if math.isfinite(losses[-1]) else math.inf
+    last = sorted(losses[-LAST:])
+    return last[len(last) // 2] if math.isfinite(losses[-1]) else math.inf
 
 
 def gradient_at(
