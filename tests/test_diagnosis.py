@@ -998,3 +998,14 @@ def test_what_matters_only_in_trouble_stands_behind_a_rate_that_died(written, di
     first, *_ = diagnose(made.read()).causes
     assert first.id == ("lr-schedule-error/dies-early" if died else "vanishing-signal/time")
     assert first.level == "problem"
+
+
+def test_who_reads_the_conclusion_alone_is_told_of_the_problem():
+    finding = Finding(
+        "lr-too-high", "lr-too-high/overshoot", "problem", "proven", ("0.1 to 9",), "lower it", "a.py:3"
+    )
+    data = Diagnosis("runs/a", 10, (finding,)).as_data()
+    assert data["conclusion"] == "problem: lr-too-high/overshoot, at a.py:3 (proven)." and not data["sure"]
+    assert data["examination"]["conclusion"] == data["conclusion"]
+    noted = Diagnosis("runs/a", 10, (replace(finding, level="note"),)).as_data()
+    assert noted["conclusion"].startswith("No problem was found")

@@ -113,9 +113,11 @@ class Diagnosis:
 
     @property
     def conclusion(self) -> str:
-        """What may be said where no problem was found: never more than was recorded and asked."""
+        """The gravest finding in a sentence; without one what may be said, never more than was recorded and asked."""
         if not self.steps:
             return "No step was recorded: there is nothing to say about training."
+        if self.worst in ("problem", "warning"):
+            return f"{self.causes[0]}."
         if self.failure or (self.raised and self.examination.complete):
             return "No problem was found until then."
         if self.damaged and self.examination.complete:
@@ -136,7 +138,7 @@ class Diagnosis:
     def sure(self) -> bool:
         """Whether nothing stands between this and "nothing is wrong"."""
         fine = bool(self.steps) and not self.stopped and not self.damaged and not self.turned
-        return fine and self.examination.complete
+        return fine and self.worst in (None, "note") and self.examination.complete
 
     def __str__(self) -> str:
         lines = [self.stopped, *map(str, self.causes)] if self.causes else [self.stopped, self.conclusion]
@@ -153,7 +155,7 @@ class Diagnosis:
             "notes": list(self.notes),
             "counted": self.counted,
             "next_steps": list(self.next_steps),
-            "examination": self.examination.as_data(),
+            "examination": {**self.examination.as_data(), "conclusion": self.conclusion},
             "failure": self.failure,
             "raised": self.raised,
             "stopped": self.stopped,
