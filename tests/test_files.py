@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -52,6 +53,20 @@ def test_files_that_a_training_reads(tmp_path):
             optimizer.step()
     (kind,) = open_run(tmp_path / "run").info["facts"]["files"].values()
     assert kind["names"] == ["scan_19.npy", "scan_2.npy"] and kind["line"].startswith("test_files.py:")
+
+
+def test_what_is_no_file_was_not_read(tmp_path):
+    """Python itself asks for the places of sys.path as if they were archives."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "words.txt").write_text("word")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer, out=tmp_path / "run", experiments=False):
+        for name in ("folder", "missing", "words.txt"):
+            with suppress(OSError), open(tmp_path / name) as stream:
+                stream.read()
+        optimizer.step()
+    assert list(open_run(tmp_path / "run").info["facts"]["opened"]) == [str(tmp_path / "words.txt")]
 
 
 def run_with(path, curve, kinds=1):

@@ -60,7 +60,7 @@ MODULES_MAY_IMPORT = {
     "fixtures": {"pytest", "probes", "diagnosis", "report", "testing"},
     "notebook": {"IPython", "commands", "probes", "diagnosis", "report", "record"},
     "sanity": {"torch", "check", "numerics"},
-    "testing": {"torch", "check", "hypothesis", "ask", "tape", "probes", "record"},
+    "testing": {"torch", "check", "hypothesis", "ask", "instruments", "tape", "probes", "record"},
 }
 
 

@@ -172,7 +172,7 @@ def is_not_confirmed(answer: Any) -> bool:
 
 def unmoved(opened: Any) -> set[str]:
     """Parameters that want a gradient and that no recorded step has changed."""
-    from gradproof.ask.tools import Evidence
+    from gradproof.instruments.evidence import Evidence
     from gradproof.tape.label import find_specimens
     from gradproof.tape.specimen import load
 

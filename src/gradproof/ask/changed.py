@@ -7,11 +7,12 @@ from collections import Counter
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.samples import by_source, last_opened
-from gradproof.ask.tools import Evidence, find_changes, table_of
 from gradproof.diagnosis.curves import leap_to_look_into
 from gradproof.errors import UserError
 from gradproof.examination.examiner import read_shelf
 from gradproof.examination.turned import steps_to_swap
+from gradproof.instruments.changed import find_changes, table_of
+from gradproof.instruments.evidence import Evidence
 from gradproof.tape.specimen import load
 
 SEVERAL = 12  # steps of each side, of a small model

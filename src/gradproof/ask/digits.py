@@ -9,8 +9,9 @@ import torch
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.spots import find_spots, place_of, relative
-from gradproof.ask.tools import Evidence, against_float64, swallowed_updates
 from gradproof.errors import UserError
+from gradproof.instruments.digits import against_float64, swallowed_updates
+from gradproof.instruments.evidence import Evidence
 
 MOST = 400  # results compared
 MANY = 1000  # times the format's own rounding: digits that were lost on the way

@@ -11,8 +11,8 @@ from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.samples import also_validated, by_source, last_opened
 from gradproof.ask.spots import Spot, describe, find_spots, place_of, values_of
-from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
 
 MOST_CLASSES = 12
 

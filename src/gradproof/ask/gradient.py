@@ -5,8 +5,8 @@ from __future__ import annotations
 from gradproof.ask.answer import Answer
 from gradproof.ask.opened import Asked
 from gradproof.ask.spots import below, suggest
-from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
 from gradproof.tape.shadow import Shadow, shadow
 
 

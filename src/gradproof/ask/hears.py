@@ -11,8 +11,8 @@ from torch import Tensor
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.spots import Spot, find_spots, predictions, value_of
-from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
 
 TRIED = 4  # samples or positions that are exchanged
 HEARD = 1e-7  # of the largest change: less is rounding in float64

@@ -21,7 +21,7 @@ from gradproof.record.run import Run, open_run
 from gradproof.tape.label import find_damage, find_specimens
 
 if TYPE_CHECKING:
-    from gradproof.ask.tools import Evidence
+    from gradproof.instruments.evidence import Evidence
 
 SEVERAL = 8  # steps that a question of the examination may look back at
 
@@ -120,7 +120,7 @@ class OpenedRun:
         return known[-1] if step is None else step
 
     def _open(self, step: int | None) -> Evidence:
-        from gradproof.ask.tools import Evidence
+        from gradproof.instruments.evidence import Evidence
         from gradproof.tape.specimen import load
 
         step = self._choose(step)

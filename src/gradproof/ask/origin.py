@@ -11,7 +11,8 @@ from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.samples import place_of_sample
 from gradproof.ask.spots import Spot, find_spots, is_kept, place_of, targets, value_of, values_of
-from gradproof.ask.tools import Evidence, lines_behind
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.source import lines_behind
 from gradproof.tape.locate import FirstBad, find_first_bad_operation
 from gradproof.tape.operations import Line, Operation, Slot
 from gradproof.tape.rows import trace_rows

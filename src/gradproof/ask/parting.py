@@ -6,8 +6,8 @@ from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked, OpenedRun
 from gradproof.ask.samples import place_of_sample
 from gradproof.ask.spots import is_kept, place_of, relative
-from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
 from gradproof.report.comparison import find_differences, find_parting
 
 ROUNDING = 1e-5  # of a tensor or a number: less is rounding

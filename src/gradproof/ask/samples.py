@@ -7,7 +7,8 @@ from collections import Counter
 from torch import Tensor
 
 from gradproof.ask.answer import Row
-from gradproof.ask.tools import Evidence, Fetched, slots_of
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.fetched import Fetched, slots_of
 
 
 def loaders_of(evidence: Evidence) -> list[tuple[Fetched, bool]]:

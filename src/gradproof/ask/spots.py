@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
 from gradproof.tape.operations import Operation
 from gradproof.tape.replay import replay_exactly
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
-from gradproof.ask.tools import Evidence, describe_swap, swap
 from gradproof.diagnosis.curves import leap_to_look_into
 from gradproof.diagnosis.turned import say_swap
 from gradproof.examination.examiner import read_shelf
 from gradproof.examination.turned import steps_to_swap
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.swap import describe_swap, swap
 from gradproof.tape.specimen import load
 
 NEXT = {

@@ -19,8 +19,8 @@ from gradproof.ask.spots import (
     targets,
     values_of,
 )
-from gradproof.ask.tools import Evidence
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
 
 LARGEST = 10
 BINS = 10

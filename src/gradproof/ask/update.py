@@ -12,8 +12,10 @@ from torch import Tensor
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.spots import below, relative
-from gradproof.ask.tools import Evidence, at_work, is_by_hand, is_known, named_parameters
 from gradproof.errors import UserError
+from gradproof.instruments.arms import is_known
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.update import at_work, is_by_hand, named_parameters
 
 ALLOWED = 1e-3  # of a change: what float32 leaves of it where a weight is a thousand times larger
 ONE_BY_ONE = {"foreach": False, "fused": None, "capturable": False}

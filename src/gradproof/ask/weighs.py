@@ -7,8 +7,9 @@ import torch
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
 from gradproof.ask.spots import find_spots, place_of, predictions
-from gradproof.ask.tools import Evidence, pull, take_apart
 from gradproof.errors import UserError
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.weights import pull, take_apart
 
 SILENT = 1e-12  # of the largest
 

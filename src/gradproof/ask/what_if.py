@@ -14,9 +14,11 @@ from torch import Tensor
 
 from gradproof.ask.answer import Answer, Row
 from gradproof.ask.opened import Asked
-from gradproof.ask.tools import Evidence, at_work, copied, is_known
 from gradproof.ask.trial import SAME, try_patch
 from gradproof.errors import UserError
+from gradproof.instruments.arms import copied, is_known
+from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.update import at_work
 from gradproof.tape.replay import differentiate
 
 MOST_STEPS = 500

@@ -44,7 +44,7 @@ def add_ask(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--cursor", type=int, default=0, help="where a long list goes on")
     parser.add_argument("--most", type=int, default=4000, help="characters of an answer (default: 4000)")
     parser.add_argument("--json", action="store_true", help="the same as data (schema gradproof/answer/1)")
-    parser.set_defaults(function=ask)
+    parser.set_defaults(function=ask, leaves_at_once=True)
 
 
 def ask(args: argparse.Namespace) -> int:

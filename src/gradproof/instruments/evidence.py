@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from gradproof.tape.execute import CannotReplay
 from gradproof.tape.operations import Operation, Slot, Tape
 from gradproof.tape.replay import Replay, collect, replay_exactly, replay_forward
 from gradproof.tape.roles import Roles, find_roles
-from gradproof.tape.shadow import Shadow, shadow
 from gradproof.tape.specimen import Facts, Specimen
+
+if TYPE_CHECKING:
+    from gradproof.tape.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Evidence:
     @cached_property
     def shadow(self) -> Shadow:
         """The step's gradients against float64."""
+        from gradproof.tape.shadow import shadow  # a large room, which few questions enter
+
         return shadow(self.tape)
 
     @cached_property

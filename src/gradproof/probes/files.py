@@ -54,7 +54,8 @@ def _heard(event: str, details: tuple) -> None:
         with quietly():
             path, mode = details[0], details[1]
             if isinstance(path, (str, os.PathLike)) and isinstance(mode, str) and mode.startswith("r"):
-                for readings in _listening:
+                # Python looks for packages in places that are no files
+                for readings in _listening if os.path.isfile(path) else ():
                     readings.note(os.fspath(path))
 
 

@@ -244,7 +244,7 @@ class Decoder:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, list):
-            return [self.decode(part) for part in value]
+            return self._list(value)
         if not isinstance(value, dict) or not value:
             raise Damaged(f"a value is spelt {str(value)[:40]!r}")
         key = next(iter(value))
@@ -253,12 +253,15 @@ class Decoder:
             raise Damaged(f"a value is spelt {key!r}")
         return read(self, value[key], value)
 
+    def _list(self, parts: list) -> list:
+        return [part if type(part) in _PLAIN else self.decode(part) for part in parts]  # most are plain
+
     def _kind(self, name: str, whole: dict) -> Any:
         kind, parts = KINDS.get(name), whole.get("v")
         missing = len(_FIELDS[kind]) - len(parts) if kind is not None and isinstance(parts, list) else -1
         if kind is None or parts is None or not 0 <= missing <= _LATER.get(kind, 0):
             raise Damaged(f"there is no {name!r} of such fields in this version")
-        return kind(**{field: self.decode(part) for field, part in zip(_FIELDS[kind], parts, strict=False)})
+        return kind(**dict(zip(_FIELDS[kind], self._list(parts), strict=False)))
 
     def _ref(self, number: int, whole: dict) -> Ref:
         return Ref(number >> 1, bool(number & 1))
@@ -320,7 +323,7 @@ class Decoder:
         return _OWN[name]
 
     _READINGS: dict[str, Callable[[Decoder, Any, dict], Any]] = {  # noqa: RUF012
-        "t": lambda self, parts, _: tuple(map(self.decode, parts)),
+        "t": lambda self, parts, _: tuple(self._list(parts)),
         "s": lambda self, parts, _: set(map(self.decode, parts)),
         "d": lambda self, parts, _: {self.decode(key): self.decode(part) for key, part in parts},
         "f": lambda self, text, _: float(text),

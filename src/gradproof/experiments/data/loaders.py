@@ -6,35 +6,16 @@ Two loaders that are not meant as pairs (labelled and unlabelled data, two domai
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import permutations
-
-import torch
-from torch import Tensor
 
 from gradproof.experiments.data.targets import is_diagonal
 from gradproof.experiments.verdict import Verdict, confirmed
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.fetched import Fetched, slots_of
 from gradproof.instruments.flow import Comparison, Flow
-from gradproof.instruments.rows import chain_behind
 
 ID = "data-target-misaligned/loaders-shuffled-apart"
 FEWEST = 8  # rows of a batch
-NUMBERS = 2048  # of a batch, as the probe keeps them
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """What a loader handed out last."""
-
-    rows: tuple[int, ...]
-    length: int  # of its data set
-    samples: tuple[tuple[tuple[int, ...], Tensor], ...]  # shape and some numbers of each tensor
-    line: str
-    name: str = ""
-    split: str = ""
-    sources: tuple[str, ...] = ()
-    places: tuple[tuple[int, int], ...] = ()
 
 
 def do_two_loaders_go_together(evidence: Evidence) -> Iterator[Verdict]:
@@ -56,21 +37,6 @@ def do_two_loaders_go_together(evidence: Evidence) -> Iterator[Verdict]:
             if is_paired(flow, comparison, mine, others, len(one.rows)):
                 yield verdict_on(one, other)
                 return
-
-
-def slots_of(flow: Flow, fetched: Fetched) -> set[int]:
-    """Where on the tape a loader's batch is: what networks and comparisons are given, and what that was made from."""
-    ends = [*flow.inputs, *(c.target for c in flow.comparisons)]
-    chains = list(dict.fromkeys(slot for end in ends for slot in chain_behind(flow, end)))
-    shapes = {shape for shape, _ in fetched.samples}
-    near = [slot for slot in chains if tuple(flow.tape.slots[slot].shape) in shapes]
-    found = set()
-    for slot, value in flow.values(near).items() if near else ():
-        numbers = value.detach().reshape(-1)
-        numbers = numbers[:: max(1, len(numbers) // NUMBERS)].double().cpu()
-        if any(shape == tuple(value.shape) and torch.equal(kept, numbers) for shape, kept in fetched.samples):
-            found.add(slot)
-    return found
 
 
 def is_paired(flow: Flow, comparison: Comparison, mine: set[int], others: set[int], count: int) -> bool:
