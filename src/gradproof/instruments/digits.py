@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradproof.instruments.evidence import Evidence
 from gradproof.numerics.stored import HALF, spacing
+from gradproof.tape.operations import Operation, references
 from gradproof.tape.replay import differentiate
 
 EXACT_UP_TO = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}  # all whole numbers
@@ -21,6 +22,7 @@ TWINS = 50  # rows with the same number as another: below, that they agree may b
 NEIGHBOURS = 50  # numbers followed by the very next one of their format: what a variance between them takes
 NEXT = 1.01  # spacings: one, but for rounding, and far from the two of the number after the next
 SAME = 1e-4  # standard deviations of a feature: a hundred roundings of float32, nothing that is learned
+COPIES = ("copy_", "_foreach_copy_")
 STRAYS = 0.01  # of the rows with a twin: as many may have been written later
 
 
@@ -101,13 +103,33 @@ class Swallowed:
 
 def swallowed_updates(evidence: Evidence) -> Iterator[Swallowed]:
     """Update: of tensors in half precision, entries with a gradient that stay as they are to the last bit."""
-    for slot in [slot for slot in evidence.tape.stepped if evidence.slot(slot).dtype in HALF]:
+    written = {slot for op in evidence.tape.operations if op.name not in COPIES for slot in op.writes}
+    for slot in evidence.tape.stepped:
         change, gradient = evidence.updates.get(slot), evidence.aftermath.gradients.get(slot)
-        if change is None:
-            continue
+        if change is None or evidence.slot(slot).dtype not in HALF or slot not in written:
+            continue  # weights that are copied from masters keep as many digits as they have
         wanted = torch.ones_like(change, dtype=torch.bool) if gradient is None else gradient != 0
         if wanted.shape == change.shape:
-            yield Swallowed(slot, int((wanted & (change == 0)).sum()), int(wanted.sum()))
+            stays = wanted & (change == 0)
+            yield Swallowed(slot, int(stays.sum()), int(wanted.sum()))
+
+
+def overwritten_masters(evidence: Evidence) -> Iterator[tuple[Swallowed, Operation, torch.dtype]]:
+    """Float32 copies that are made anew of the weights in half precision before each step, by an operation: what a step
+    adds to them stays only where it reaches the last digit of that format."""
+    tape, read = evidence.tape, set()
+    for op in tape.operations[: min(tape.stepped_at, default=0)]:
+        pairs = zip(references(op.args[0]), references(op.args[1]), strict=True) if op.name in COPIES else ()
+        for slot, format in ((mine.slot, evidence.slot(theirs.slot).dtype) for mine, theirs in pairs):
+            change, gradient = evidence.updates.get(slot), evidence.aftermath.gradients.get(slot)
+            # what is overwritten before anybody reads it was not kept
+            if slot not in read or change is None or gradient is None or format not in HALF:
+                continue
+            before, wanted = tape.leaf_value(slot), gradient != 0
+            if before.dtype not in HALF:
+                stays = wanted & ((before + change).to(format) == before.to(format))
+                yield Swallowed(slot, int(stays.sum()), int(wanted.sum())), op, format
+        read.update(op.reads)
 
 
 def flushed_gradients(evidence: Evidence, dtype: torch.dtype) -> float:

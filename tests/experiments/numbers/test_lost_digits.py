@@ -59,6 +59,49 @@ def test_average_kept_in_half_precision(dtype, lost):
     assert not lost or "test_lost_digits.py" in found[-1].where
 
 
+def convolutional():
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 1)
+    )
+
+
+@pytest.mark.parametrize("make", [network, convolutional])
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_masters_that_are_made_anew_of_the_weights(make, foreach, overwritten):
+    model = make().bfloat16()
+    weights = list(model.parameters())
+    masters = nn.ParameterList(p.detach().float() for p in weights)
+    optimizer = torch.optim.Adam(masters, lr=1e-4)
+    x = torch.randn(16, 8).bfloat16()
+
+    def copied(into, source):
+        with torch.no_grad():
+            if foreach:
+                torch._foreach_copy_(into, source)
+            else:
+                for mine, other in zip(into, source, strict=True):
+                    mine.copy_(other)
+
+    def step():
+        copied(weights, list(masters))
+        model.zero_grad()
+        loss = (model(x) - 1).float().pow(2).mean()
+        loss.backward()
+        if overwritten:
+            copied(list(masters), weights)
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad = weight.grad.float()
+        optimizer.step()
+        return loss.detach()
+
+    found = examine(is_it_precision, model, optimizer, step)
+    assert ids(found) == ({"low-precision-error/lost-updates"} if overwritten else set())
+    assert not overwritten or (
+        "overwritten" in found[-1].evidence[0] and "test_lost_digits.py" in found[-1].where
+    )
+
+
 @pytest.mark.parametrize("scale, lost", [(1e-7, True), (1.0, False)])
 def test_gradients_below_the_smallest_float16(scale, lost):
     model = network().half()

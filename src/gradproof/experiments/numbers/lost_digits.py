@@ -51,7 +51,7 @@ def is_it_precision(evidence: Evidence) -> Iterator[Verdict]:
     """Only where half precision is on the tape at all."""
     if not any(slot.dtype in HALF for slot in evidence.tape.slots) or step_is_nonfinite(evidence):
         return
-    yield from first_of((lost_updates(evidence) or lost_gradients(evidence),))
+    yield from first_of(look(evidence) for look in (lost_masters, lost_updates, lost_gradients))
 
 
 def lost_updates(evidence: Evidence) -> Verdict | None:
@@ -75,6 +75,28 @@ def lost_updates(evidence: Evidence) -> Verdict | None:
         f"worst: {hit.name}, {100 * worst.stay / worst.wanted:.0f} %",
         where=place_of(hit.name, writer.line) if averaged and writer is not None else hit.name,
         confidence="proven",  # the same tensor before and after
+        if_troubled=share < MOSTLY,
+        lasting=share >= MOSTLY,
+    )
+
+
+def lost_masters(evidence: Evidence) -> Verdict | None:
+    """Copies in float32 that lose at each step what the step before has given them."""
+    found = list(digits.overwritten_masters(evidence))
+    wanted = sum(each.wanted for each, _, _ in found)
+    if wanted < SMALLEST or sum(each.stay for each, _, _ in found) < MUCH * wanted:
+        return None
+    worst, op, format = max(found, key=lambda each: each[0].stay / max(1, each[0].wanted))
+    name, short = evidence.slot(worst.slot).name, name_of(format)
+    share = sum(each.stay for each, _, _ in found) / wanted
+    return confirmed(
+        f"{FAMILY}/lost-updates",
+        f"before each step the optimizer's own copy is overwritten with the weights in {short}: {100 * share:.0f} % of "
+        f"the entries lose what a step gives them, which is below the last digit of {short}",
+        f"worst: {name}, {100 * worst.stay / worst.wanted:.0f} %",
+        where=place_of(name, op.line),
+        fix=f"copy from the optimizer's copy to the {short} weights after each step, and never back",
+        confidence="proven",  # the copy as it was, and what it was given
         if_troubled=share < MOSTLY,
         lasting=share >= MOSTLY,
     )
