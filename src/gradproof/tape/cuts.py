@@ -73,7 +73,8 @@ def _cut_of(tape: Tape, parameter: Slot, towards_loss: set[int], kept: set[int],
     # where several ways are cut, a cut of autograd is the slip; sampling and comparing have no gradient anyway
     for operation, how in sorted(candidates, key=lambda c: not c[1].endswith(("cuts it", "no_grad"))):
         if not towards_loss.isdisjoint((*operation.makes, *operation.writes)):
-            return Cut(parameter.name, how, operation.module, operation.line, operation.index)
+            line = tape.functions[operation.call].line if operation.call is not None else operation.line
+            return Cut(parameter.name, how, operation.module, line, operation.index)
     last = leaving or (candidates[-1] if candidates else None)
     if last is not None and parameter.index not in towards_loss:
         how = f"{last[1]}, and no operation leads on to the loss"
@@ -99,7 +100,10 @@ def _stops(tape: Tape, operation: Operation, followed: set[int]) -> str:
         if ref.slot in followed and not ref.tracked
     ]
     if operation.call is not None:
-        return ""
+        call = tape.functions[operation.call]
+        if any(ref.tracked for ref in references(call.args)):
+            return ""
+        return f"no tensor that {call.cls.__name__} is given wants a gradient, and that cuts it"
     if operation.name == "detach":
         return "detach() or .data cuts it"
     if operation.name == "alias" and refs_untracked:

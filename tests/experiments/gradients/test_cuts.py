@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of
 from taped_trainings import examine, ids, plain_step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradproof.experiments.gradients.cuts import is_a_path_cut
 
@@ -174,6 +175,41 @@ def test_code_sampled_without_gradient_is_warned_of(between, warned):
     found = verdicts(model, loss)
     assert ids(found, "warning") == ({"detached-graph/between-modules"} if warned else set())
     assert not ids(found, "problem")
+
+
+class Towers(nn.Module):
+    """Two blocks that are computed again in backward, of convolutions or of a recurrence."""
+
+    def __init__(self, recurrent, reentrant):
+        super().__init__()
+        first = (
+            nn.GRU(4, 4, batch_first=True)
+            if recurrent
+            else nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.ReLU())
+        )
+        self.first, self.second, self.head = first, nn.Linear(4, 4), nn.Linear(4, 1)
+        self.recurrent, self.reentrant = recurrent, reentrant
+
+    def enter(self, x):
+        return self.first(x)[0] if self.recurrent else self.first(x)
+
+    def forward(self, x):
+        h = checkpoint(self.enter, x, use_reentrant=self.reentrant)  # checkpoint
+        return self.head(checkpoint(self.second, h, use_reentrant=self.reentrant))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize(
+    "reentrant, asks, cut", [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_checkpoint_that_nobody_comes_back_through(recurrent, reentrant, asks, cut):
+    model, x = Towers(recurrent, reentrant), torch.randn(8, 6, 4, requires_grad=asks)
+    found = verdicts(model, lambda: model(x).pow(2).mean())
+    assert ids(found, "problem") == ({"detached-graph/cut"} if cut else set())
+    if cut:
+        assert f"test_cuts.py:{line_of('checkpoint')}" in found[0].where and found[0].confidence == "proven"
+        assert "use_reentrant=False" in found[0].fix
 
 
 def test_loss_made_anew():

@@ -28,6 +28,9 @@ TIMES = 2  # taped steps without a gradient before it is said: of two players, o
 REWRITTEN = RESHAPES | {"_to_copy", "expand", "slice"}
 PASSED_ON = RESHAPES | {"expand", "cat", "stack", "clone", "detach", "_to_copy"}
 CHOOSES_ROWS = ("embedding", "index", "index_select", "gather")
+THROUGH_CHECKPOINTS = (
+    "checkpoint(..., use_reentrant=False); or leave the first call as it is, without a checkpoint"
+)
 UNUSED = "it is not used by the loss"
 NEARBY = 1e-4  # of a weight's size
 PART = 0.2  # of a weight's rows: a gate of four has more; fewer may be units that are off
@@ -141,6 +144,7 @@ def verdict_of(evidence: Evidence, cuts: list[Cut]) -> Verdict:
         "detached-graph/cut",
         *lines,
         where=place_of(first.module, first.line),
+        fix=THROUGH_CHECKPOINTS if "CheckpointFunction" in first.how else "",
         confidence="proven" if reached else "likely",
     )
 
