@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import Flow
+from gradproof.instruments.flow import ALIASES, Flow
 from gradproof.tape.operations import Operation, Ref
 from gradproof.tape.replay import Player
 
@@ -23,6 +23,7 @@ FINE = torch.float64
 CHANGED = 1e-5  # of a tensor's largest entry: what a float32 that was stored on the way may lose
 MOST_BYTES = 400_000_000  # kept of one replay, to hold another against it
 MOST_UNITS = 64  # exchanged one after the other: each is a replay
+SORTS = {"sort", "argsort"}
 BATCH_NORMS = (
     "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
     "_batch_norm_with_update", "batch_norm_update_stats",
@@ -124,6 +125,49 @@ class Statistics:
 def _is_training(op: Operation) -> bool:
     flags = [arg for arg in op.args if isinstance(arg, bool)]
     return not flags or flags[0] or op.name in ("batch_norm_update_stats", "_batch_norm_with_update")
+
+
+class HeldOrders:
+    """Whole rows that are taken in an order which the network itself has sorted out: held as it was, so that who goes
+    where (to which expert, say) does not change with what one sample says."""
+
+    def __init__(self, flow: Flow) -> None:
+        sorted_out = {slot for op in flow.forward if op.name in SORTS for slot in flow.makes(op)}
+        taken = {
+            op.index: flow.reads(op)[-1] for op in flow.operations if op.name in ("index", "index_select")
+        }
+        taken = {at: order for at, order in taken.items() if flow.behind(order, ALIASES) in sorted_out}
+        known = flow.values(set(taken.values())) if taken else {}
+        rows = {at: known[order] for at, order in taken.items() if order in known}
+        self._orders = {at: order for at, order in rows.items() if order.dim() == 1}
+        seen: set[int] = set()
+        self.again: set[int] = set()  # where an order is used that rows have been taken by before
+        for at in sorted(self._orders):
+            self.again.update([at] if taken[at] in seen else [])
+            seen.add(taken[at])
+
+    def astray(self, count: int) -> int | None:
+        """A sample of so many that comes back to another place than its own where an order is used again."""
+        for order in (self._orders[at] for at in sorted(self.again)):
+            moved = (order[order] != torch.arange(len(order), device=order.device)).nonzero().flatten()
+            if count and len(moved) and len(order) % count == 0:
+                return int(moved[0]) * count // len(order)
+        return None
+
+    def put_back(self, player: Player, op: Operation) -> None:
+        if op.index in self._orders:
+            self._take(player, op, self._orders[op.index])
+
+    def put_back_by_the_inverse(self, player: Player, op: Operation) -> None:
+        if op.index in self.again:
+            self._take(player, op, self._orders[op.index].argsort())
+        else:
+            self.put_back(player, op)
+
+    def _take(self, player: Player, op: Operation, order: Tensor) -> None:
+        rows, made = player.value(op.reads[0]), player.env[op.makes[0]]
+        if len(rows) == len(order) and rows.shape == made.shape:
+            player.env[op.makes[0]] = rows[order.to(rows.device)]
 
 
 def find_first_spread(

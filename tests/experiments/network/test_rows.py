@@ -122,3 +122,44 @@ def test_targets_that_a_recurrent_layer_made_and_transposed_in_place():
 
     evidence = evidence_of(model, lambda: (decode(model(x)) - decode(x).detach()).square().mean())
     assert not confirmed_ids(are_samples_independent, evidence)
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that a gate chooses, sorted by it, and are put back."""
+
+    def __init__(self, back):
+        super().__init__()
+        self.gate, self.first, self.second = nn.Linear(6, 2), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head, self.back = nn.Linear(6, 1), back
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        parts = x[order].split(torch.bincount(chosen, minlength=2).tolist())
+        made = torch.cat([self.first(parts[0]), self.second(parts[1]).tanh()])
+        return self.head(x + weight[:, None] * made[self.back(order)])[:, 0]  # back
+
+
+class Longest(nn.Module):
+    """Sequences are sorted by their lengths for a recurrence, and put back."""
+
+    def __init__(self, back):
+        super().__init__()
+        self.read, self.head, self.back = nn.GRU(6, 6, batch_first=True), nn.Linear(6, 1), back
+
+    def forward(self, x):
+        _, order = (x.abs() > 0.1).sum(1).sort(descending=True)
+        series = x[order][:, None].expand(-1, 3, -1)
+        last = self.read(series)[0][:, -1]
+        return self.head(last.index_select(0, self.back(order)))[:, 0]  # chosen
+
+
+@pytest.mark.parametrize("make, line", [(Experts, "back"), (Longest, "chosen")])
+@pytest.mark.parametrize("right", [True, False])
+def test_rows_that_are_put_back_by_the_order_in_place_of_its_inverse(make, line, right):
+    torch.manual_seed(0)
+    model = make(torch.argsort if right else lambda order: order)
+    x, y = torch.randn(16, 6) * torch.rand(16, 6).round(), torch.randn(16)
+    evidence = evidence_of(model, lambda: F.mse_loss(model(x), y))
+    found = confirmed_ids(are_samples_independent, evidence)
+    assert found == ([] if right else ["axis-or-shape-error/rows-of-another-sample"])

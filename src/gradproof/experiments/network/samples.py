@@ -19,6 +19,7 @@ from gradproof.instruments.flow import VIEWS, Comparison, Flow, place_of
 from gradproof.instruments.grids import Grid, find_grids
 from gradproof.instruments.hearing import (
     Confined,
+    HeldOrders,
     Statistics,
     alike_along,
     along,
@@ -32,6 +33,7 @@ from gradproof.instruments.hearing import (
 from gradproof.instruments.rows import chain_behind
 from gradproof.tape.operations import ModuleCall, Operation
 from gradproof.tape.operators import FUSED_ATTENTION
+from gradproof.tape.replay import Player
 
 FAMILY = "axis-or-shape-error"
 FEWEST = 4  # samples: of fewer, a size does not tell which axis is theirs
@@ -59,7 +61,9 @@ LOUD = 0.25  # of the largest change: what a batch norm carries to other samples
 
 def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
     """Who else moves when one sample is exchanged; and whether what moves is compared with that sample's targets."""
-    yield from causes_of(each(evidence, do_others_move, lambda evidence: do_the_rows_meet(evidence.flow)))
+    yield from causes_of(
+        each(evidence, do_rows_come_back, do_others_move, lambda evidence: do_the_rows_meet(evidence.flow))
+    )
 
 
 # who else moves ---------------------------------------------------------------------------------------------
@@ -67,7 +71,7 @@ def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
 
 def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
     """BatchNorm and losses over pairs couple samples by design; a softmax over the batch is a mistake."""
-    flow, statistics = evidence.flow, Statistics(evidence.flow)
+    flow, statistics, orders = evidence.flow, Statistics(evidence.flow), HeldOrders(evidence.flow)
     predictions = predictions_of(flow)
     if not predictions:
         return
@@ -75,6 +79,11 @@ def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
         said = "BatchNorm's statistics come from elsewhere: by them each sample hears all others"
         yield undecided(FAMILY, said)
         return
+
+    def held(player: Player, op: Operation) -> None:
+        statistics.put_back(player, op)
+        orders.put_back(player, op)
+
     coupled = []
     for axis in likely_axes(evidence, predictions[0]):
         slots = alike_along(flow, axis)
@@ -84,7 +93,7 @@ def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
             continue
         confined = keeps_to_one_sample(count)
         before = outcome(flow, predictions, look=statistics.keep)
-        after = outcome(flow, predictions, leaves, statistics.put_back)
+        after = outcome(flow, predictions, leaves, held)
         changed = [has_changed(before[s], after[s]) for s in predictions if s in before and s in after]
         kept = [confined(change) for change in changed]
         if not kept or None in kept:
@@ -98,7 +107,7 @@ def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
         coupled.append((leaves, confined, count, heard))
     if coupled:
         leaves, confined, count, heard = coupled[0]
-        op = find_first_spread(flow, leaves, confined, statistics.put_back)
+        op = find_first_spread(flow, leaves, confined, held)
         if op is not None:
             yield from judge_coupling(evidence, op, count, heard)
         else:
@@ -216,6 +225,37 @@ def keeps_to_one_sample(count: int) -> Confined:
         return False if sizes else None
 
     return confined
+
+
+# rows that are sorted and put back ---------------------------------------------------------------------------
+
+
+def do_rows_come_back(evidence: Evidence) -> Verdict | None:
+    """Rows that were taken in some order, and are put back by that order in place of its inverse."""
+    flow, held = evidence.flow, HeldOrders(evidence.flow)
+    predictions, slots = predictions_of(flow)[:1], alike_along(flow, 0)
+    count = evidence.slot(slots[0]).shape[0] if slots else 0
+    sample = held.astray(count)
+    if sample is None or not predictions or evidence.slot(predictions[0]).shape[:1] != (count,):
+        return None
+    leaves = exchange(flow, slots, 0, sample, (sample + count // 2) % count)
+    found = []
+    for look in (held.put_back, held.put_back_by_the_inverse):
+        before, after = (outcome(flow, predictions, each, look) for each in ({}, leaves))
+        changed = [has_changed(before[s], after[s]) for s in predictions if s in before and s in after]
+        found += [along(change, [0]).nonzero().flatten().tolist() for change in changed]
+    if len(found) < 2 or found[0] == [sample] or found[1] != [sample]:
+        return None
+    op = flow.tape.operations[min(held.again)]
+    return confirmed(
+        f"{FAMILY}/rows-of-another-sample",
+        f"exchanging sample {sample} of {count} moves the predictions of {', '.join(map(str, found[0][:4]))}; with the "
+        f"inverse of the order in {op.name}, its own alone",
+        "rows that were sorted are put back by the order itself: at the places of others",
+        where=place_of(op.module, op.line),
+        fix="put them back by the inverse: out[order.argsort()], or back[order] = out",
+        confidence="proven",  # a sample was changed, with the order and with its inverse
+    )
 
 
 # who meets whose target -------------------------------------------------------------------------------------
