@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gradproof.diagnosis.findings import Exclusion
 from gradproof.diagnosis.ranking import diagnose, exclusion_of_verdict
 from gradproof.examination import examiner
 from gradproof.examination.process import CUT_OFF, WorkerLost
+from gradproof.examination.worker import PUSHED_OUT, Worker
 from gradproof.experiments.steps import owners
 from gradproof.experiments.verdict import confirmed, excluded
 from gradproof.probes import taping as taping_module
@@ -23,6 +25,7 @@ from gradproof.probes.taping import begin_taping
 from gradproof.probes.watch import open_session
 from gradproof.record.run import open_run
 from gradproof.record.writer import RunWriter
+from gradproof.tape.label import find_specimens
 
 
 def examine(path, training, questions=(), **options):
@@ -296,3 +299,14 @@ def test_a_late_step_that_was_passed_over_is_asked_by_itself(tmp_path):
         str(s.path) for s in (shelf[0], shelf[2])
     ]
     assert mine._seen_before(question, shelf[1], shelf, {"q": 500}) == []
+
+
+def test_a_step_that_is_pushed_out_while_it_waits_has_not_failed(tmp_path):
+    """The training goes on: between a question's turn and its answer the shelf may need the room."""
+    examine(tmp_path / "run", lambda: regression(steps=8), questions=("where_was_it_born",))
+    first, *others, last = (str(path) for path in find_specimens(tmp_path / "run"))
+    worker = Worker()
+    shutil.rmtree(first)
+    assert "verdicts" in worker.ask("do_shapes_meet", [first, *others])
+    shutil.rmtree(last)
+    assert worker.ask("do_shapes_meet", [*others, last])["not_asked"] == PUSHED_OUT

@@ -20,6 +20,7 @@ from typing import Any
 
 KEPT = 2  # specimens whose workings are kept at a time
 TIMES_ITS_SIZE = 3  # what replaying takes at least
+PUSHED_OUT = "newer steps have pushed this one out of the room that recorded steps have"
 MOST_CHANGES = 5  # of the batches, that a run keeps
 KEPT_CACHE = 1 << 30  # bytes that PyTorch may keep for the next question
 
@@ -55,6 +56,8 @@ class Worker:
             verdicts: list[Any] = []
             noted: dict[str, Any] = {}
             for path in specimens[len(seen) :]:
+                if path != specimens[-1] and not os.path.exists(path):
+                    continue
                 evidence = self._evidence_of(path, device)
                 if self._why_not(question, evidence):
                     continue
@@ -67,6 +70,10 @@ class Worker:
         except NoRoom as error:
             answer = {"later": str(error)}
         except Exception as error:
+            if not os.path.exists(
+                specimens[-1]
+            ):  # while the training goes on, between a question's turn and its answer
+                return {"not_asked": PUSHED_OUT, "seconds": round(time.perf_counter() - began, 4)}
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(place.filename)}:{place.lineno}"
             said = (str(error).splitlines() or [""])[0][:300]
