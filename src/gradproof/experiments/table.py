@@ -120,7 +120,7 @@ READS = (
     Question("does_the_average_follow", "steps.averages",
         "Do averages of the weights, and weights that were tied, follow them, and Adam's averages the gradients?",
         ("weights-state-error: impossible-moments average average-thrown-away average-too-slow untied",
-         "low-precision-error: state-overflow",
+         "low-precision-error: state-overflow lost-updates",
          "aliasing-or-inplace: average-of-itself"),
         READ, EVERY, ("parameters",), core=True, looks=3),
     Question("are_rare_classes_drawn_more_often", "data.samplers",

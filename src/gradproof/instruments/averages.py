@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gradproof.instruments.evidence import Evidence
+from gradproof.numerics.stored import HALF, spacing
 from gradproof.tape.operations import Operation, Ref
+from gradproof.tape.replay import Player, replay_exactly
 
 SAME = ("detach", "alias")  # p.detach() and p.data are the weight itself
+CAST = (*SAME, "_to_copy")
 ROUNDED = 1e-6  # of a float32's digits: factors that add up to one
 
 
@@ -47,8 +51,8 @@ def find_followers(evidence: Evidence) -> Iterator[Follower]:
         if op.phase == "optimizer" or op.in_backward is not None or (op.grad_enabled and op.module):
             continue
         for name, first, second, number in single_operations(op):
-            first = evidence.flow.behind(first, SAME)
-            second = None if second is None else evidence.flow.behind(second, SAME)
+            first = itself(evidence, first, trained)
+            second = None if second is None else itself(evidence, second, trained)
             made = first if name.endswith("_") else next(iter(op.makes), first)
             if name in ("mul", "mul_") and second is None:
                 scaled[made] = (first, number)
@@ -65,6 +69,34 @@ def find_followers(evidence: Evidence) -> Iterator[Follower]:
             other = slow not in trained or averages_itself(name, parts)
             if weight in trained and other and same and 0 < keep <= 1:
                 yield Follower(slow, weight, keep, take, op)
+
+
+def itself(evidence: Evidence, slot: int, trained: set[int]) -> int:
+    """The weight that was cast, or the tensor that was aliased."""
+    cast = evidence.flow.behind(slot, CAST)
+    return cast if cast in trained else evidence.flow.behind(slot, SAME)
+
+
+def entries_left_behind(evidence: Evidence, followers: Iterable[Follower]) -> dict[int, tuple[int, int]]:
+    """By slot of an average in half precision: of the entries that are more than a last digit from their weight, how
+    many an update leaves as they are, and how many there are."""
+    tape, short = evidence.tape, {f.slot: f for f in followers if evidence.slot(f.slot).dtype in HALF}
+    leaves = {slot.index for slot in tape.slots if slot.made_by is None}
+    found: dict[int, tuple[int, int]] = {}
+
+    def look(slot: int, weight: int, player: Player) -> None:
+        before = tape.leaf_value(slot)
+        way = (tape.leaf_value(weight).double() - before.double()).abs()
+        wanted = way > spacing(before, before.dtype)
+        found[slot] = int((wanted & (player.value(slot) == before)).sum()), int(wanted.sum())
+
+    looks: dict[int, list[Any]] = {}
+    for slot, f in short.items():
+        if {slot, f.weight} <= leaves and slot in f.operation.writes:
+            looks.setdefault(f.operation.index + 1, []).append(partial(look, slot, f.weight))
+    if looks:
+        replay_exactly(tape, at=looks, until=max(looks) + 1, compare=False)
+    return found
 
 
 def averages_itself(name: str, parts: list[tuple[int, float]]) -> bool:

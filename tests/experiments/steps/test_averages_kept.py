@@ -133,3 +133,37 @@ def shrinks_and_perturbs(model, _):
 @pytest.mark.parametrize("update", [in_place, by_lerp, decays, decays_by_a_sum, shrinks_and_perturbs])
 def test_copies_and_what_changes_weights_on_purpose(update):
     assert not ids(train_with_a_dict(copied, update))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(16, 16), lambda: nn.GRU(8, 8)])
+@pytest.mark.parametrize("way", ["lerp", "in two steps"])
+@pytest.mark.parametrize(
+    "dtype, decay, moves, lost",
+    [
+        (torch.bfloat16, 0.998, True, True),
+        (torch.bfloat16, 0.998, False, False),  # who never leaves the average needs no digits
+        (torch.bfloat16, 0.5, True, False),
+        (torch.float32, 0.998, True, False),
+    ],
+)
+def test_an_average_in_half_precision_that_the_weights_have_left(make, way, dtype, decay, moves, lost):
+    torch.manual_seed(0)
+    model = make()
+    average = {name: p.detach().clone().to(dtype) for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2 if moves else 1e-7)
+
+    def step():
+        with torch.no_grad():
+            fast = [p.detach().to(dtype) if way == "lerp" else p.detach() for p in model.parameters()]
+            for s, f in zip(average.values(), fast, strict=True):
+                s.lerp_(f, 1 - decay) if way == "lerp" else s.mul_(decay).add_(f, alpha=1 - decay)
+        x = torch.randn(8, 4, model.in_features if isinstance(model, nn.Linear) else 8)
+        out = model(x)
+        loss = ((out[0] if isinstance(out, tuple) else out) - 1).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = examine(does_the_average_follow, model, optimizer, step, steps=6)
+    assert ids(found) == ({"low-precision-error/lost-updates"} if lost else set())

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from gradproof.experiments.verdict import Verdict, causes_of, confirmed, excluded, first_of
-from gradproof.instruments.averages import Follower, find_followers
+from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
+from gradproof.instruments.averages import Follower, entries_left_behind, find_followers
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import place_of
 from gradproof.instruments.moments import beyond_the_bound, bound, outgrown
@@ -18,6 +18,8 @@ FAMILY = "weights-state-error"
 TIMES = 2  # later taped steps that average anew, from a tensor that has not changed by one bit
 SMALL, LARGE = 0.3, 3.0  # times the size of the weights: no average of what they have been is that far off
 EARLY = 3  # steps: later, equal weights have had time to come apart
+FEWEST = 64  # entries that their weights have left: of fewer, all may stay by chance
+MOST = 0.5  # of them: half of every update is lost
 A_FEW = 8  # entries of a tensor: so many are a slip of memory, more are a state that was put together
 UNTIED = 1e-3  # of the size of a table: beyond rounding, and less than a step changes it
 
@@ -27,7 +29,7 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
     found = [each for each in followers if not each.is_the_weight]
     averages = [each for each in found if each.averages]
     note_decay(evidence, averages)
-    yield from causes_of([overflown_state(evidence)])
+    yield from first_of((overflown_state(evidence), rounded_away(evidence, averages)))
     yield from first_of(
         (
             impossible_moments(evidence),
@@ -50,6 +52,26 @@ def overflown_state(evidence: Evidence) -> Verdict | None:
             confidence="proven",  # it is infinite, and was not
         )
     return None
+
+
+def rounded_away(evidence: Evidence, averages: list[Follower]) -> Verdict | None:
+    """An average in half precision that its weights have left: what an update adds is below its last digit."""
+    found = entries_left_behind(evidence, averages)
+    wanted = sum(count for _, count in found.values())
+    if wanted < FEWEST or sum(stay for stay, _ in found.values()) < MOST * wanted:
+        return None
+    worst = next(each for each in averages if each.slot in found)
+    dtype = str(evidence.slot(worst.slot).dtype).removeprefix("torch.")
+    share = sum(stay for stay, _ in found.values()) / wanted
+    return confirmed(
+        "low-precision-error/lost-updates",
+        f"{len(found)} averages of weights are kept in {dtype}: of {wanted} entries that their weights have left, "
+        f"{100 * share:.0f} % stay as they are to the last bit, whatever is added",
+        f"an update takes {worst.take:.3g} of the way, and the last digit of {dtype} is larger",
+        where=place_of(worst.operation.module, worst.operation.line),
+        fix="keep the average in float32: .float() where it is made, or loaded",
+        confidence="proven",  # the same bits before and after
+    )
 
 
 def impossible_moments(evidence: Evidence) -> Verdict | None:
@@ -119,7 +141,9 @@ def signature(shapes: Iterable[tuple[int, ...]]) -> int:
 
 def thrown_away(evidence: Evidence, averages: list[Follower]) -> Verdict | None:
     """Each step computes decay * average + (1 - decay) * weight; at the next one, the average is what it was."""
+    written = {evidence.slot(slot).storage for op in evidence.tape.operations for slot in op.writes}
     found = [average for average in averages if not average.operation.grad_enabled]
+    found = [average for average in found if evidence.slot(average.slot).storage not in written]
     if not found or any(evidence.slot(average.slot).made_by is not None for average in found):
         return None
     value = evidence.tape.leaf_value
