@@ -209,3 +209,21 @@ def test_what_dies_is_not_taken_for_what_comes_after():
     del first
     others = [Thing() for _ in range(1000)]
     assert len(known) == 0 and not any(id(other) == address and other in known for other in others)
+
+
+def thawed_late(step_of_thaw):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(60):
+        model[0].requires_grad_(step >= step_of_thaw)
+        optimizer.zero_grad()
+        x = torch.randn(8, 4)
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("step_of_thaw", [40, 59])
+def test_what_stood_still_for_a_while_is_not_said_of_the_end(tmp_path, step_of_thaw):
+    """Frozen for most of a run that ends within a function: nobody has looked since it began to move."""
+    watched(tmp_path / "run", lambda: thawed_late(step_of_thaw), experiments=False)
+    assert not list(never_changed(open_run(tmp_path / "run")))

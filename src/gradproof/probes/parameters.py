@@ -21,6 +21,7 @@ from gradproof.tape.living import Living
 from gradproof.tape.shards import parts_of
 
 MOST, MOST_OPTIMIZERS = 50_000, 1000  # parameters, and optimizers, that are described in run.json
+LOOKS = 1.125  # times the steps so far: a hundred looks in 100,000 steps
 MOST_GONE = 2000  # parameters that live no more, and are still described
 
 
@@ -37,6 +38,7 @@ class Parameters:
         self._with_gradient: set[str] = set()
         self._without_gradient: set[str] = set()  # when it was looked at what an optimizer would use
         self._steps = 0
+        self._looked = 0  # at which of them
         self._start_values: dict[str, np.ndarray] = {}
         self._start_steps: dict[str, int] = {}
         self._moved: dict[str, bool] = {}  # as of the last look at each
@@ -61,6 +63,9 @@ class Parameters:
         if len(names) < len(held):
             self._without_gradient.update(name for name in map(self.name, held) if name not in names)
         if not self._with_gradient.issuperset(names):
+            fresh = names.keys() - self._with_gradient
+            self._start_steps.update(dict.fromkeys(fresh, self._steps))  # from here on they are meant to move
+            self._moved = {name: moved for name, moved in self._moved.items() if moved or name not in fresh}
             self._with_gradient.update(names)
             self.describe()
 
@@ -151,9 +156,11 @@ class Parameters:
                 facts.pop(name, None)
 
     def stepped(self, steps: int) -> None:
-        """So many steps of an optimizer have been made: after 1, 2, 4, 8, … it is looked at what has changed."""
+        """So many steps of an optimizer have been made: after 1, 2, 4, 8 it is looked at what has changed, then each
+        eighth further on. Who is gone at the end is known as it was then."""
         self._steps += 1
-        if steps & (steps - 1) == 0:
+        if steps & (steps - 1) == 0 or self._steps >= LOOKS * self._looked:
+            self._looked = self._steps
             self.look()
 
     def look(self) -> None:
