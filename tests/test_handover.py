@@ -66,7 +66,7 @@ def output(capsys, *words, code=0):
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS] + ["", "is_the_gradient_right"])
 def test_answers_are_as_their_schema_says(sick, capsys, kind):
     more = {"tensor": ["--of", "2"], "what-if": ["--change", "lr=0.1x", "--steps", "3"]}
-    more |= {"parting": ["--with", sick], "line": ["--of", "test_examination.py:77"]}
+    more |= {"parting": ["--with", sick], "line": ["--of", "test_examination.py:80"]}
     more |= {kind: ["--step", "2", "--with", "0"] for kind in ("swap", "changed")}
     valid(output(capsys, "ask", sick, kind, "--json", *more.get(kind, [])), "answer")
 

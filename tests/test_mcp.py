@@ -80,7 +80,7 @@ async def call(client, name, **arguments):
 
 ARGUMENTS = {
     "ask_tensor": {"of": "2"},
-    "ask_line": {"of": "test_examination.py:77"},
+    "ask_line": {"of": "test_examination.py:80"},
     "ask_what_if": {"change": "lr=0.1x", "steps": 3},
     "ask_parting": {"other": "well"},
     "ask_swap": {"step": 1, "early": 0},

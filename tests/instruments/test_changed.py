@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-from gradproof.instruments.changed import find_changes
+from gradproof.instruments.changed import columns_of, find_changes
 
 
 def draw(generator, rows=256, shift=0.0, drift=0):
@@ -59,3 +60,62 @@ def test_data_that_come_in_order_differ_all_the_time():
     generator = np.random.default_rng(0)
     steps = [{"input": generator.normal(size=256) + (place % 4)} for place in range(16)]
     assert not find_changes(steps[:8], steps[8:])
+
+
+def columns(value):
+    return dict(columns_of(torch.as_tensor(value)))
+
+
+def series(generator, stuck=False, axis=-1):
+    """Four sensors over 20 moments, which wander; the last of them may say the same again and again."""
+    values = generator.normal(size=(48, 20, 4)).cumsum(1)
+    if stuck:
+        values[:, 12:, 3] = values[:, 12:13, 3]
+    return columns(np.moveaxis(values, -1, axis))
+
+
+@pytest.mark.parametrize("axis, name", [(-1, "[..., 3]"), (1, "[:, 3]")])
+def test_a_sensor_that_is_stuck(axis, name):
+    generator = np.random.default_rng(0)
+    early = [series(generator, axis=axis) for _ in range(6)]
+    found = find_changes(early, [series(generator, True, axis) for _ in range(3)])
+    assert found[0].column == f"{name} repeated"
+    assert not any("repeated" in each.column for each in find_changes(early, [series(generator, axis=axis)]))
+
+
+def test_one_number_that_is_far_outside_of_all_before():
+    late = tables(1)
+    late[0]["input[:, 3]"][7] = 1.75e5
+    first, *_ = find_changes(tables(0), late)
+    assert first.far and first.column == "input[:, 3]" and "1 of 1024 samples lie far outside" in first.text
+
+
+def texts(generator, count=12, without=(), topics=1):
+    """Words by Zipf's law; of several topics, each batch has words of its own."""
+    found = []
+    for _ in range(count):
+        words = (400 * generator.random((16, 80)) ** 3).astype(int)
+        words += 400 * int(generator.integers(topics))
+        found.append(columns(np.where(np.isin(words, without), 401, words)))
+    return found
+
+
+def test_words_that_do_not_come_any_more():
+    generator = np.random.default_rng(0)
+    found = find_changes(texts(generator), texts(generator, without=range(100, 120)))
+    assert any(each.column == " ids" and "more often 401" in each.text for each in found)
+
+
+@pytest.mark.parametrize("topics", [1, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_words_as_they_come_have_not_changed(seed, topics):
+    generator = np.random.default_rng(seed)
+    found = find_changes(texts(generator, topics=topics), texts(generator, topics=topics))
+    assert " ids" not in [each.column for each in found]
+
+
+def test_steps_that_were_given_something_else_are_left_out():
+    """The first step of an epoch has no state that was carried on."""
+    generator = np.random.default_rng(0)
+    assert find_changes([{"other": np.zeros(9)}, *tables(0)], tables(1, shift=1.0))
+    assert texts(generator)[0].keys() == columns(np.zeros((4, 80), int)).keys()

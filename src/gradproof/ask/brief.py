@@ -10,7 +10,7 @@ import numpy as np
 
 from gradproof.ask.answer import cleaned
 from gradproof.diagnosis.course import find_departures
-from gradproof.diagnosis.curves import loss_turned
+from gradproof.diagnosis.curves import loss_spike, loss_turned
 from gradproof.diagnosis.findings import Diagnosis, Finding
 from gradproof.diagnosis.ranking import diagnose
 from gradproof.diagnosis.series import tracks
@@ -94,13 +94,15 @@ def where_it_turned(run: Run) -> Iterator[str]:
     """The step at which the loss leaves its course, and the file that was opened last before it; whether that is the
     data's doing or the weights', and what else left its course first."""
     opened = {file: int(step) for file, step in ((run.info.get("facts") or {}).get("opened") or {}).items()}
-    for symptom in loss_turned(run):
+    exchanged = last_swap(run)
+    # one that came back was a passing thing: what its batches were is known where they were exchanged
+    for symptom in list(loss_turned(run)) or list(loss_spike(run) if exchanged else ())[:1]:
         yield symptom.evidence
         before = [file for file, at in opened.items() if 0 < at <= (symptom.step or 0) + NEAR]
         for file in before[-2:]:
             yield f"{file} was first opened at step {opened[file]}"
-        if found := last_swap(run):
-            yield say_swap(found)
+        if exchanged:
+            yield say_swap(exchanged)
         departed = find_departures(run)
         for place, departure in enumerate(departed[:FIRST]):
             more = f" (the first of {len(departed)}: `gradproof ask RUN course`)" if not place else ""

@@ -9,18 +9,18 @@ from gradproof.ask.opened import Asked
 from gradproof.ask.samples import by_source, last_opened
 from gradproof.diagnosis.curves import leap_to_look_into
 from gradproof.errors import UserError
-from gradproof.examination.examiner import read_shelf
-from gradproof.examination.turned import steps_to_swap
+from gradproof.examination.examiner import Shelved, read_shelf
+from gradproof.examination.turned import LARGE, steps_to_swap
 from gradproof.instruments.changed import find_changes, table_of
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.worse import who_loses
 from gradproof.tape.specimen import load
 
 SEVERAL = 12  # steps of each side, of a small model
 
 
 def answer(asked: Asked) -> Answer:
-    leap = leap_to_look_into(asked.run)
-    sides = steps_to_swap(read_shelf(asked.run.path), leap, asked.step, asked.other, SEVERAL)
+    sides = steps_to_compare(asked)
     early, late = ([Evidence(load(shelved.path)) for shelved in side] for side in sides)
     tables = [[table for evidence in side if (table := table_of(evidence))] for side in (early, late)]
     if not all(tables):  # the second optimizer's steps have none
@@ -29,15 +29,19 @@ def answer(asked: Asked) -> Answer:
     rows: list[Row] = [
         {"column": change.column, "changed": change.text, "share": round(change.share, 3)} for change in found
     ]
+    worse = who_loses(early, late)
+    rows[:0] = [{"column": worse.column, "changed": str(worse), "share": worse.among_them}] if worse else []
     rows += new_sources(early, late)
     steps = [f"steps {side[0].step} to {side[-1].step}" for side in (early, late)]
     samples = [sum(len(next(iter(table.values()))) for table in side) for side in tables]
     said = f"{samples[1]} samples of {steps[1]}, against {samples[0]} of {steps[0]}"
-    if found:
+    if worse is not None:
+        sentence = f"Not all samples are worse off: {worse} ({said})."
+    elif found:
         things = "1 thing has" if len(found) == 1 else f"{len(found)} things have"
         sentence = f"{things} changed in {said}; most of all {found[0].column}: {found[0].text}."
     else:
-        sentence = f"No column has changed in {said}: what they hold is distributed as before."
+        sentence = f"No column has changed in {said}, as far as means, spreads, extremes and counts tell."
     return Answer(
         "changed",
         sentence,
@@ -51,6 +55,29 @@ def answer(asked: Asked) -> Answer:
         ),
         ask_next=tuple(f"gradproof ask RUN {what}" for what in ("swap", "fed --step N", "tensor --of input")),
     )
+
+
+def steps_to_compare(asked: Asked) -> list[list[Shelved]]:
+    """Those around the turn of the loss; or up to the step --with and from --step on; or of both halves of the run."""
+    shelf, leap = read_shelf(asked.run.path), leap_to_look_into(asked.run)
+    several = 1 if any(shelved.bytes > LARGE for shelved in shelf) else SEVERAL
+    if asked.other:
+        early, late = steps_to_swap(shelf, leap, asked.step, asked.other)
+        until, since = early[-1].step, late[0].step
+    elif leap is not None and leap[0] > shelf[0].step:
+        return steps_to_swap(shelf, leap, asked.step, "", SEVERAL)
+    else:
+        since = asked.step if asked.step is not None else len(asked.run) // 2
+        until = since - 1
+    sides = [
+        [s for s in shelf if s.step <= until][-several:],
+        [s for s in shelf if s.step >= since][:several],
+    ]
+    if not all(sides):
+        raise UserError(
+            f"only one side of step {since} was recorded: --step LATE --with EARLY names two steps"
+        )
+    return sides
 
 
 def new_sources(early: list[Evidence], late: list[Evidence]) -> list[Row]:

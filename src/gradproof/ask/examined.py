@@ -39,11 +39,12 @@ def answer_of(question: Question, said: dict[str, Any], steps: list[int]) -> Ans
         for v in verdicts
     )
     advice = first["fix"] or (BY_FAMILY[first["family"]].advice(first["id"]) if first["id"] else "")
-    sure = {"confirmed": first["confidence"] or "likely", "excluded": "proven", "undecided": "undecided"}
+    whole = all_of_it(question, verdicts)
+    sure = {"confirmed": first["confidence"] or "likely", "excluded": "proven" if whole else "likely"}
     return Answer(
         question.name,
-        f"{question.sentence} {say(first)}",
-        sure[first["verdict"]],
+        f"{question.sentence} {say(first, whole)}",
+        sure.get(first["verdict"], "undecided"),
         place=first["where"],
         numbers={**looked, **first["numbers"]},
         rows=rows,
@@ -55,11 +56,21 @@ def answer_of(question: Question, said: dict[str, Any], steps: list[int]) -> Ans
 ORDER = {"confirmed": 0, "undecided": 1, "excluded": 2}
 
 
-def say(verdict: dict[str, Any]) -> str:
+def say(verdict: dict[str, Any], whole: bool) -> str:
     if verdict["verdict"] == "confirmed":
         return f"No: {verdict['id']}: {(verdict['evidence'] or ['confirmed'])[0]}."
-    word = "Yes, as far as this goes" if verdict["verdict"] == "excluded" else "Undecided"
-    return f"{word}: {verdict['reason']}."
+    if verdict["verdict"] == "undecided":
+        return f"Undecided: {verdict['reason']}."
+    if whole:
+        return f"Yes, as far as this goes: {verdict['reason']}."
+    ruled_out = verdict["about"] or verdict["family"]
+    return f"Nothing was seen that speaks against it; measured and ruled out is {ruled_out}: {verdict['reason']}."
+
+
+def all_of_it(question: Question, verdicts: list[dict[str, Any]]) -> bool:
+    """Whether what was ruled out is all that the question can decide, and not a part of it."""
+    out = {verdict["about"] or verdict["family"] for verdict in verdicts if verdict["verdict"] == "excluded"}
+    return all(cause in out or cause.partition("/")[0] in out for cause in question.causes)
 
 
 def enough(question: Question, steps: list[int]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from gradproof.tape.operations import Operation
 from gradproof.tape.replay import replay_exactly
 
 WORDS = ("input", "target", "prediction", "loss")
+WORD = re.compile(rf"({'|'.join(WORDS)})(?:s|es)? ?(\d+)?")  # of several, by its number: "input 1"
 MOST_SPOTS = 200
 PART = 1 << 20  # numbers that are looked at together
 
@@ -44,20 +46,21 @@ def targets(evidence: Evidence) -> list[int]:
 def find_spots(evidence: Evidence, of: str) -> list[Spot]:
     """The tensors that a name stands for; UserError names some that there are."""
     tape, of = evidence.tape, of.strip()
-    if of.rstrip("s") in WORDS:
-        word = of.rstrip("s") if of != "loss" else "loss"
-    else:
-        word = "loss" if of == "loss" else ""
-    if word:
+    if meant := WORD.fullmatch(of):
+        word, number = meant[1], meant[2]
         found = {
             "input": lambda: evidence.flow.inputs,
             "target": lambda: targets(evidence),
             "prediction": lambda: predictions(evidence),
             "loss": lambda: tape.loss_slots,
         }[word]()
-        if not found:
-            raise UserError(f"step {evidence.step} has no {word} that could be told apart")
-        return [Spot(slot, f"{word} {i}" if len(found) > 1 else word) for i, slot in enumerate(found)]
+        spots = [Spot(slot, f"{word} {i}" if len(found) > 1 else word) for i, slot in enumerate(found)]
+        chosen = spots[int(number) :][:1] if number else spots
+        if chosen or of not in tape.leaf_named:
+            if not chosen:
+                known = f"; it has {', '.join(spot.words for spot in spots)}" if spots else ""
+                raise UserError(f"step {evidence.step} has no {of} that could be told apart{known}")
+            return chosen
     if of.startswith("slot ") and of[5:].isdecimal() and int(of[5:]) < len(tape.slots):
         return [Spot(int(of[5:]), of)]
     if of.endswith(".grad") and of.removesuffix(".grad") in tape.leaf_named:

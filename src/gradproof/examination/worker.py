@@ -147,13 +147,16 @@ class Worker:
         from gradproof.instruments.changed import find_changes, table_of
         from gradproof.instruments.evidence import Evidence
         from gradproof.instruments.swap import describe_swap, swap
+        from gradproof.instruments.worse import who_loses
         from gradproof.tape.specimen import load
 
         sides = [[Evidence(load(path, "cpu")) for path in side] for side in (early, late)]
         set_threads(sides[0][0].specimen, 0)
         found = describe_swap(swap(*sides))
         changes = find_changes(*([table_of(evidence) for evidence in side] for side in sides))
-        return found | {"changed": [f"{change.column}: {change.text}" for change in changes[:MOST_CHANGES]]}
+        said = [f"{change.column}: {change.text}" for change in changes]
+        worse = who_loses(*sides)
+        return found | {"changed": [*([str(worse)] if worse else []), *said][:MOST_CHANGES]}
 
     def _evidence_of(self, path: str, device: str | None) -> Any:
         room = share_of_gpu(Path(path), device, self._share)

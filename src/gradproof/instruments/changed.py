@@ -30,6 +30,13 @@ TELLS, TOLD = 0.99, 0.9  # of the rows in which a column says what another is: b
 FEWEST = 20  # rows that are counted for that
 ALL_OF_THEM, FEW_OTHERS = 0.95, 0.5  # of the odd rows, and of the others: what the odd ones have in common
 
+FAR = 10.0  # times the range of all before: nothing that is measured comes so far by chance
+IDS = " ids"  # the column that holds all of them in one bag
+FEW_STEPS = 4  # batches of each side: of fewer there are not enough ways to deal them
+DEALS = 64  # of the batches of both sides to two sides, at random
+SURE = 5.0  # standard deviations of what chance makes of them
+SHOWN = 5  # ids that are rarer, and that come more often
+
 Table = dict[str, np.ndarray]  # by column: one number a sample
 
 
@@ -40,6 +47,7 @@ class Change:
     column: str
     text: str
     share: float
+    far: bool = False  # beyond all that came before by many times its range
 
 
 def table_of(evidence: Evidence) -> Table:
@@ -50,12 +58,19 @@ def table_of(evidence: Evidence) -> Table:
     inputs = list(dict.fromkeys(_whole_batch(evidence, slot) for slot in flow.inputs))
     spots = [("input", inputs), ("target", [slot for slot in targets if slot not in inputs])]
     values = flow.values([slot for _, slots in spots for slot in slots])
+    values = {slot: value for slot, value in values.items() if value.dim() and not value.is_complex()}
+    # a row a sample: not the state that a recurrence begins with, nor numbers of positions
+    rows = Counter(len(values[slot]) for slot in inputs if slot in values)
+    count = max(rows.items(), key=lambda each: each[::-1], default=(0, 0))[0]
     table: Table = {}
     for word, slots in spots:
         for place, slot in enumerate(slots):
-            if slot in values and values[slot].dim() and not values[slot].is_complex():
+            value = values.get(slot, Tensor())
+            if word == "target" and count and value.dim() == 1 and len(value) % count == 0:
+                value = value.reshape(count, -1)  # of each position
+            if len(value) == count > 0:
                 name = f"{word} {place}" if len(slots) > 1 else word
-                table |= {f"{name}{column}": numbers for column, numbers in columns_of(values[slot])}
+                table |= {f"{name}{column}": numbers for column, numbers in columns_of(value)}
     return table
 
 
@@ -75,30 +90,52 @@ def columns_of(value: Tensor) -> Iterator[tuple[str, np.ndarray]]:
         for column in range(size):
             yield f"[:, {column}]", rows[:, column]
     elif size:
-        channels = rows.ndim > 2 and rows.shape[1] <= MOST_CHANNELS
-        for channel in range(rows.shape[1] if channels else 1):
-            part = (rows[:, channel] if channels else rows).reshape(len(rows), -1)
-            name = f"[:, {channel}]" if channels else ""
-            yield f"{name} mean", part.mean(1)
-            yield f"{name} deviation", part.std(1)
-            yield f"{name} smallest", part.min(1)
-            yield f"{name} largest", part.max(1)
-            yield f"{name} zeros", (part == 0).mean(1)
+        for name, part in channels_of(rows):
+            flat = part.reshape(len(part), -1)
+            yield f"{name} mean", flat.mean(1)
+            yield f"{name} deviation", flat.std(1)
+            yield f"{name} smallest", flat.min(1)
+            yield f"{name} largest", flat.max(1)
+            yield f"{name} zeros", (flat == 0).mean(1)
             if whole:
-                yield f"{name} different", np.array([len(np.unique(row)) for row in part], float)
+                yield f"{name} different", np.array([len(np.unique(row)) for row in flat], float)
+            elif part.ndim == 2:  # a sensor that is stuck says the same again and again
+                yield f"{name} repeated", (part[:, 1:] == part[:, :-1]).mean(1)
+    if whole and size > 1:
+        yield IDS, rows.reshape(-1)
+
+
+def channels_of(rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The channels of pictures and series, which lie first or last; all of it where there are none, or many."""
+    if rows.ndim > 2 and rows.shape[1] <= MOST_CHANNELS:
+        yield from ((f"[:, {channel}]", rows[:, channel]) for channel in range(rows.shape[1]))
+    elif rows.ndim > 2 and rows.shape[-1] <= MOST_CHANNELS:
+        yield from ((f"[..., {channel}]", rows[..., channel]) for channel in range(rows.shape[-1]))
+    else:
+        yield "", rows
 
 
 def find_changes(early: Sequence[Table], late: Sequence[Table]) -> list[Change]:
     """What has changed, the most telling first."""
-    names = [name for name in early[0] if all(name in table for table in (*early, *late))] if early else []
-    if not names or not late:
+    early, late = _of_one_kind(early, late)
+    if not early or not late:
         return []
+    names = list(early[0])
     before, now = ({n: np.concatenate([table[n] for table in side]) for n in names} for side in (early, late))
+    bags = [name for name in names if name.endswith(IDS)]
+    names = [name for name in names if name not in bags]
     found = [change for name in names for change in _of_one(name, early, before[name], now[name], len(names))]
     ids = [name for name in names if _are_ids(before[name])]
     for one, other in permutations(ids, 2):
         found += _of_two(one, other, before, now)
-    return sorted(found, key=lambda change: -change.share)
+    found += [change for name in bags for change in _of_a_bag(name, early, late)]
+    return sorted(found, key=lambda change: (not change.far, -change.share))
+
+
+def _of_one_kind(early: Sequence[Table], late: Sequence[Table]) -> list[list[Table]]:
+    """Those steps that were given the columns that most were given: the first step of an epoch may have others."""
+    (columns, _), *_ = Counter(tuple(table) for table in (*early, *late)).most_common(1) or [((), 0)]
+    return [[table for table in side if columns and tuple(table) == columns] for side in (early, late)]
 
 
 def _of_one(
@@ -112,6 +149,12 @@ def _of_one(
         return
     low, high = before.min(), before.max()
     outside = (now < low) | (now > high)
+    span = FAR * (high - low)
+    far = (now > high + span) | (now < low - span)
+    if span and far.any():
+        text = f"{int(far.sum())} of {len(now)} samples lie far outside of all before: {now[far][0]:.6g}, "
+        yield Change(name, f"{text}before {low:.6g} to {high:.6g}", float(far.mean()), far=True)
+        return
     distance = _distance(before, now)
     pooled = len(before) * len(now) / (len(before) + len(now))
     chance = 2 * math.exp(-2 * pooled * distance**2)
@@ -123,10 +166,50 @@ def _of_one(
             text += f"; {100 * outside.mean():.0f} % lie outside of all before"
         yield Change(name, text, distance)
     elif outside.sum() >= 5 and outside.mean() > OUTSIDE / len(before):
-        far = now[outside]
-        text = f"{len(far)} of {len(now)} samples lie where none of {len(before)} lay before: "
-        text += f"{far.min():.6g} to {far.max():.6g}, before {low:.6g} to {high:.6g}"
+        new = now[outside]
+        text = f"{len(new)} of {len(now)} samples lie where none of {len(before)} lay before: "
+        text += f"{new.min():.6g} to {new.max():.6g}, before {low:.6g} to {high:.6g}"
         yield Change(name, text, float(outside.mean()))
+
+
+def _of_a_bag(name: str, early: Sequence[Table], late: Sequence[Table]) -> Iterator[Change]:
+    """Words, or other ids, that come as often as they came? Batches dealt to two sides at random tell chance."""
+    bags = [table[name] for table in (*early, *late)]
+    if min(len(early), len(late)) < FEW_STEPS:
+        return
+    ids, counts = _counted(bags)
+    sides = counts[: len(early)].sum(0), counts[len(early) :].sum(0)
+    dealt = np.random.default_rng(0)
+    orders = [np.split(dealt.permutation(len(bags)), [len(early)]) for _ in range(DEALS)]
+    by_chance = np.array([_apart(*(counts[side].sum(0) for side in order)) for order in orders])
+    if not _apart(*sides) > max(by_chance.max(), by_chance.mean() + SURE * by_chance.std()):
+        return
+    shift = sides[1] / sides[1].sum() - sides[0] / sides[0].sum()
+    order = np.argsort(shift)
+    rarer, more = (
+        ", ".join(f"{each:g}" for each in ids[part]) for part in (order[:SHOWN], order[: -SHOWN - 1 : -1])
+    )
+    share = float(np.abs(shift).sum() / 2)
+    text = (
+        f"up to {100 * share:.0f} % of them are others than before, more than chance makes of such batches: "
+    )
+    yield Change(name, f"{text}rarer {rarer}; more often {more}", share)
+
+
+def _counted(bags: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids, and how often each is in each bag."""
+    ids, place = np.unique(np.concatenate(bags), return_inverse=True)
+    bag = np.repeat(np.arange(len(bags)), [len(each) for each in bags])
+    counts = np.zeros((len(bags), len(ids)))
+    np.add.at(counts, (bag, place.reshape(-1)), 1)
+    return ids, counts
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> float:
+    """How far two counts of the same ids are from being of one kind: chi square, each id in units of its own chance."""
+    whole = one + other
+    expected = whole * one.sum() / whole.sum()
+    return float(((one - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
 
 
 def _of_two(one: str, other: str, before: Table, now: Table) -> Iterator[Change]:
