@@ -93,11 +93,6 @@ def each(
     return said
 
 
-def first_said(look: Callable[[Evidence], Iterator[Verdict]]) -> Callable[[Evidence], Verdict | None]:
-    """A look that says one thing, the first."""
-    return lambda evidence: next(look(evidence), None)
-
-
 def causes_of(found: Iterable[Verdict | None]) -> Iterator[Verdict]:
     """Of several looks every cause that is confirmed, once; of families without one, the first that is excluded, or
     undecided."""
