@@ -8,6 +8,7 @@ A pattern is a set of names of operations that a walk goes through, or a predica
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 
 from torch import Tensor
@@ -52,9 +53,9 @@ def behind(
     flow: Flow, slots: Iterable[int], onwards: Callable[[Operation], Iterable[int]]
 ) -> Iterator[Operation]:
     """Everything that made some slots, each operation once, the nearest first; `onwards` says by which operands."""
-    waiting, seen = list(slots), set[int]()
+    waiting, seen = deque(slots), set[int]()
     while waiting:
-        op = flow.maker(waiting.pop(0))
+        op = flow.maker(waiting.popleft())
         if op is not None and op.index not in seen:
             seen.add(op.index)
             yield op

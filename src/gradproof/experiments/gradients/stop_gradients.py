@@ -45,8 +45,8 @@ def trained_teacher(evidence: Evidence) -> Verdict | None:
 
     def reaches_another(slot: int, own: int) -> bool:
         """A parameter, or a few elementwise operations away from one."""
-        way = islice(back(flow, slot, anything), NEAR - 1)
-        return not (parameters - {own}).isdisjoint([slot, *(op.reads[0] for op in way if op.reads)])
+        way = [slot, *(op.reads[0] for op in islice(back(flow, slot, anything), NEAR - 1) if op.reads)]
+        return any(each in parameters and each != own for each in way)
 
     for op in evidence.tape.operations:
         if op.phase == "optimizer" or op.in_backward is not None:

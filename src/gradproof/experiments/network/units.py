@@ -9,11 +9,11 @@ from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.flow import RESHAPES
 from gradproof.tape.operations import Operation
 
 RECTIFIERS = ("relu", "relu_", "threshold", "threshold_")
 SQUASHERS = {"sigmoid": 1e-3, "sigmoid_": 1e-3, "tanh": 4e-3, "tanh_": 4e-3}  # y(1−y) and 1−y² below this
-UNCHANGED = ("view", "_unsafe_view", "squeeze", "unsqueeze", "reshape", "alias")
 LIMITS = ("clamp", "clamp_", "hardtanh", "hardtanh_", "clamp_min", "clamp_max")
 MANY = 0.3  # of the predictions
 MOSTLY = 0.9  # of the units of a layer
@@ -95,7 +95,7 @@ def are_predictions_stuck(evidence: Evidence) -> Iterator[Verdict]:
     values = evidence.values([*clamps, *(slot for pair in pairs for slot in pair)])
     shares: list[float] = []
     for prediction, target in pairs:
-        clamp = clamps.get(prediction) or clamps.get(evidence.flow.behind(prediction, UNCHANGED))
+        clamp = clamps.get(prediction) or clamps.get(evidence.flow.behind(prediction, RESHAPES))
         made, wished = values.get(prediction), values.get(target)
         if clamp is None or made is None or wished is None:
             continue
