@@ -85,7 +85,7 @@ def test_silence_and_doubt_between_do_not(tmp_path):
 
 
 def test_a_later_step_that_cannot_tell_takes_nothing_back(tmp_path):
-    found = confirmed("axis-or-shape-error/over-the-batch", "seen", confidence="likely", lasting=False)
+    found = confirmed("axis-or-shape-error/one-row-for-all", "seen", confidence="likely", lasting=False)
     answers = [found], [undecided("axis-or-shape-error", "not finite")]
     asked, verdicts = examine(tmp_path, *answers, question="do_shapes_meet")
     assert [outcome for outcome, _ in asked] == ["confirmed", "undecided"] and verdicts == ["confirmed"]
@@ -135,7 +135,7 @@ def test_what_does_not_apply_is_written_and_not_asked_again(tmp_path):
 
 def test_one_step_may_show_several_causes(tmp_path):
     """Each is kept, also when one is said again; what a later step does not show any more is gone."""
-    ids = [f"axis-or-shape-error/{what}" for what in ("view-for-transpose", "over-the-batch")]
+    ids = [f"axis-or-shape-error/{what}" for what in ("view-for-transpose", "one-row-for-all")]
     one, two = (confirmed(id, "seen", where="fc", confidence="likely", lasting=False) for id in ids)
     for answers, left in (([[one, two]], ids), ([[one], [one, two]], ids), ([[one, two], [two]], ids[1:])):
         run = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -12,10 +12,10 @@ import torch
 
 from gradproof.experiments.data.one_sided import image_and_map
 from gradproof.experiments.losses.terms import policy_terms
-from gradproof.experiments.network.attention import SOFTMAXES
 from gradproof.experiments.network.units import RECTIFIERS, SQUASHERS
 from gradproof.experiments.table import NEEDS, Question
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.flow import SOFTMAXES
 from gradproof.instruments.grids import find_tokens
 from gradproof.instruments.update import is_by_hand
 from gradproof.record.schema import DOES_NOT_APPLY, OUT_OF_REACH

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.flow import place_of
+from gradproof.tape.operations import Operation
 
 CONFIRMED, EXCLUDED, UNDECIDED = "confirmed", "excluded", "undecided"
 
@@ -37,13 +39,22 @@ class Verdict:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def confirmed(id: str, *evidence: str, confidence: str, lasting: bool = True, **details: Any) -> Verdict:
+def confirmed(
+    id: str,
+    *evidence: str,
+    confidence: str,
+    lasting: bool = True,
+    at: Operation | None = None,
+    **details: Any,
+) -> Verdict:
     """This is it. Proven: an intervention was replayed, float64 disagrees, or the tensors and calls themselves show it.
 
     What a statistic, a share or a look at values and names suggests is likely, or only possible. It is lasting, unless
-    a later step may show that it was a passing thing.
+    a later step may show that it was a passing thing. `at`: the operation whose module and line are the place.
     """
     family = id.partition("/")[0]
+    if at is not None:
+        details.setdefault("where", place_of(at.module, at.line))
     return Verdict(CONFIRMED, family, id, tuple(evidence), confidence=confidence, lasting=lasting, **details)
 
 
@@ -80,11 +91,6 @@ def each(
     if failed is not None and not any(verdict.verdict == CONFIRMED for verdict in said):
         raise failed
     return said
-
-
-def first_said(look: Callable[[Evidence], Iterator[Verdict]]) -> Callable[[Evidence], Verdict | None]:
-    """A look that says one thing, the first."""
-    return lambda evidence: next(look(evidence), None)
 
 
 def causes_of(found: Iterable[Verdict | None]) -> Iterator[Verdict]:

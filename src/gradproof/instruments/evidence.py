@@ -65,6 +65,14 @@ class Evidence:
         return self.specimen.models
 
     @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The skeletons of all modules, by the paths that the tape has for them."""
+        named = [
+            (prefix, name, m) for prefix, root in self.models.items() for name, m in root.named_modules()
+        ]
+        return {".".join(filter(None, (prefix, name))): module for prefix, name, module in named}
+
+    @cached_property
     def optimizers(self) -> list[Any]:
         """Skeletons, in the order in which they were made; `line` says where, `clears` whether zero_grad was called."""
         self._hand_out_gradients()

@@ -24,6 +24,7 @@ RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "alias", 
 VIEWS = RESHAPES | {
     "expand", "clone", "contiguous", "_to_copy", "slice", "select", "lift_fresh", "detach", "flatten",
 }  # fmt: skip
+SOFTMAXES = {"_softmax", "_safe_softmax"}
 ALIASES = VIEWS - {"clone", "contiguous", "_to_copy"}
 KINDS = {
     "nll_loss_forward": "class", "nll_loss2d_forward": "class", "mse_loss": "value", "l1_loss": "value",
@@ -101,6 +102,18 @@ class Flow:
     def operations(self) -> list[Operation]:
         """Those that lead to the loss."""
         return [op for op in self.forward if not self.towards_loss.isdisjoint(self.touches(op))]
+
+    def readers(self, slot: int) -> list[Operation]:
+        """Who reads a slot on the way to the loss; whoever reads it twice, twice."""
+        return self._readers.get(slot, [])
+
+    @cached_property
+    def _readers(self) -> dict[int, list[Operation]]:
+        found: dict[int, list[Operation]] = {}
+        for op in self.operations:
+            for slot in self.reads(op):
+                found.setdefault(slot, []).append(op)
+        return found
 
     @cached_property
     def tracked(self) -> set[int]:
@@ -377,6 +390,14 @@ def place_of_data(line: Line) -> str:
     """Of data, the function it is made in says more than a module."""
     place = f"{line.file.rsplit('/', 1)[-1]}:{line.number}"
     return place if line.function.startswith("<") else f"{line.function} ({place})"
+
+
+def with_line(name: str, line: str) -> str:
+    """
+    >>> with_line("fc1", "train.py:7"), with_line("fc1", "")
+    ('fc1 (train.py:7)', 'fc1')
+    """
+    return f"{name} ({line})" if line else name
 
 
 def place_of(module: str, line: Line | None) -> str | None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import RESHAPES, Comparison, Flow
+from gradproof.instruments.flow import Comparison, Flow
 from gradproof.instruments.hearing import how_far, outcome
+from gradproof.instruments.walk import CUTS, carry
 from gradproof.tape.operations import Operation, Ref
 
 EXACT = 0.98  # of the targets are the token at some lag: but for a few that a script treats apart
@@ -19,7 +20,6 @@ WHOLE = 0.95  # of the targets count: but for the ends of sequences
 COMMON = 0.6  # of pairs of tokens that are the same by chance: there is little to tell apart
 UNHEARD = 1e-3  # of the change of a changed token's own prediction: less is rounding on the way
 POINTWISE = {"_log_softmax", "_softmax", "log", "mul", "div", "add", "tanh", "clone", "_to_copy", "detach"}
-CUTS = RESHAPES | {"slice", "select", "narrow"}
 PICKS = {"index"}  # rows by a mask, or by their numbers
 
 
@@ -196,17 +196,15 @@ def places_of(flow: Flow, comparison: Comparison, count: int, length: int, time_
     if origin is None:
         return in_order(flow, comparison, count, length, time_first)
     for op in reversed(path[:after]):
-        if op.name in ("view", "_unsafe_view", "reshape"):
-            origin = origin.reshape(flow.tape.slots[flow.makes(op)[0]].shape)
-        elif op.name in CUTS:
-            origin = op.func(origin, *op.args[1:], **op.kwargs)
-        elif op.name in PICKS:
+        if op.name in PICKS:
             chosen = [each.slot for each in op.args[1] if isinstance(each, Ref)]
             known = flow.values(chosen)
             if len(known) < len(set(chosen)):
                 return None
             picks = [known[each.slot].cpu() if isinstance(each, Ref) else None for each in op.args[1]]
             origin = torch.ops.aten.index(origin, picks)
+        else:
+            origin = carry(flow, [op], origin)
     return origin.select(comparison.axis, 0).reshape(-1)
 
 

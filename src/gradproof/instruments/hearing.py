@@ -89,6 +89,18 @@ def how_far(before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> dict[i
     return {s: torch.nan_to_num((after[s].double() - before[s].double()).abs(), 0.0, 0.0, 0.0) for s in both}
 
 
+def who_moves(
+    flow: Flow,
+    ends: list[int],
+    leaves: Mapping[int, Tensor],
+    keep: Look | None = None,
+    hold: Look | None = None,
+) -> dict[int, Tensor]:
+    """Which entries of some slots are others with these leaves; `keep` looks at the step as it was, `hold` at this."""
+    before, after = outcome(flow, ends, look=keep), outcome(flow, ends, leaves, hold)
+    return {slot: has_changed(before[slot], after[slot]) for slot in ends if slot in before and slot in after}
+
+
 def along(values: Tensor, dims: list[int]) -> Tensor:
     """The largest along all axes but some; of true and false, whether any is true."""
     others = [dim for dim in range(values.dim()) if dim not in [d % values.dim() for d in dims]]

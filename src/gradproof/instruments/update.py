@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,30 +103,32 @@ def is_by_hand(evidence: Evidence) -> bool:
     return any(record.kind == BY_HAND for record in evidence.specimen.optimizer_records)
 
 
-def held(evidence: Evidence) -> Iterator[Tensor]:
+def groups_of(evidence: Evidence) -> list[dict[str, Any]]:
+    """All parameter groups of all optimizers."""
+    return [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
+
+
+def held(evidence: Evidence) -> list[Tensor]:
     """What optimizers hold."""
-    yield from (p for o in evidence.optimizers for group in o.param_groups for p in group["params"])
+    return [parameter for group in groups_of(evidence) for parameter in group["params"]]
+
+
+def ids_held(*optimizers: torch.optim.Optimizer) -> set[int]:
+    """The identities of the tensors that some optimizers hold."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def at_work(evidence: Evidence) -> list[torch.optim.Optimizer]:
     """The optimizers that stepped on this tape."""
     named = named_parameters(evidence)
     stepped = {id(named[name]) for s in evidence.tape.stepped if (name := evidence.slot(s).name) in named}
-    return [
-        o for o in evidence.optimizers if any(id(p) in stepped for g in o.param_groups for p in g["params"])
-    ]
+    return [optimizer for optimizer in evidence.optimizers if ids_held(optimizer) & stepped]
 
 
 def doubles(evidence: Evidence) -> list[torch.optim.Optimizer]:
     """Optimizers that were made later and hold tensors of an earlier one."""
-    seen: set[int] = set()
-    found = []
-    for optimizer in evidence.optimizers:  # in the order in which they were made
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if own & seen:
-            found.append(optimizer)
-        seen |= own
-    return found
+    made = evidence.optimizers  # in the order in which they were made
+    return [each for place, each in enumerate(made) if ids_held(each) & ids_held(*made[:place])]
 
 
 def line_of_optimizer(evidence: Evidence) -> str:

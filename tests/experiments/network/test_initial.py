@@ -99,28 +99,6 @@ def test_weights_of_an_ensemble(size, found):
     assert ids(said) == found and all("first" in v.evidence[0] for v in said)
 
 
-class Waves(nn.Module):
-    """sin(30 W x), twice: the second W has to be divided by 30."""
-
-    def __init__(self, divide):
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(2, 32), nn.Linear(32, 32), nn.Linear(32, 1)
-        nn.init.uniform_(self.second.weight, -1, 1)
-        with torch.no_grad():
-            self.second.weight.mul_((6 / 32) ** 0.5 / (30 if divide else 1))
-
-    def forward(self, x):
-        return self.out(torch.sin(30 * self.second(torch.sin(30 * self.first(x)))))
-
-
-@pytest.mark.parametrize("divide, found", [(False, {"bad-init/sines-too-wide"}), (True, set())])
-def test_sines_of_many_periods(divide, found):
-    model, x = Waves(divide), torch.rand(64, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    step = plain_step(model, optimizer, lambda: (model(x) - x.sum(1, keepdim=True)).square().mean())
-    assert ids(examine(where_does_it_start, model, optimizer, step, steps=1)) == found
-
-
 @pytest.mark.parametrize("std, level", [(1.0, "problem"), (0.1, None)])
 def test_squashers_that_begin_at_their_limit(std, level):
     """Of a regression whose first loss is no larger than others: hardly any gradient comes through."""

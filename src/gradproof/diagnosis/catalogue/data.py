@@ -144,17 +144,12 @@ CAUSES = (
                 "fold both in the same order: transpose(0, 1) before reshape on the one that has the samples second, "
                 "x.repeat(k, 1) for rows (k, batch), x.repeat_interleave(k, 0) for rows (batch, k)",
             ),
-            ("over-the-batch", "name the other axis: dim=1 or dim=-1"),
             ("one-row-for-all", "take the rows of the whole batch of both inputs"),
             (
                 "softmax-of-one",
                 "take the softmax over all candidates, before one is chosen, or along the axis that they lie on",
             ),
             ("normalised-over-the-batch", "F.normalize(z, dim=1), or dim=-1"),
-            (
-                "positions-along-the-batch",
-                "count along the sequence: cumsum(dim=1), or arange(T) for every sample",
-            ),
         ),
         raised_by=("loss_not_improving",),
         of_structure=True,

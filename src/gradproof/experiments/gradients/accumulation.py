@@ -45,13 +45,11 @@ def moves_between_backwards(evidence: Evidence) -> bool:
 def overwritten(evidence: Evidence) -> Verdict | None:
     """Several calls of autograd.grad from one line, of whose results only the last are ever used."""
     tape, trained = evidence.tape, set(evidence.tape.stepped)
-    calls = [call for call in tape.top_backwards if call.inputs and not call.create_graph]
-    calls = [call for call in calls if call.line is not None and trained.issuperset(call.inputs or ())]
-    if len(calls) < 2 or len({call.line for call in calls}) != 1:
-        return None
+    calls = [call for call in tape.top_backwards if call.inputs and not call.create_graph and call.line]
+    calls = [call for call in calls if trained.issuperset(call.inputs or ())]
     read = {slot for operation in tape.operations for slot in operation.reads}
-    used = [any(slot in read for slot in call.results) for call in calls]
-    if any(used[:-1]) or not used[-1]:
+    used = [not read.isdisjoint(slot for slot in call.results if slot is not None) for call in calls]
+    if len(calls) < 2 or len({call.line for call in calls}) != 1 or any(used[:-1]) or not used[-1]:
         return None
     return confirmed(
         f"{FAMILY}/overwritten",
@@ -114,17 +112,11 @@ def unequal_shares(evidence: Evidence) -> Verdict | None:
     if not calls or len(compared) != len(calls):
         return None
     pulls = differentiate(evidence.tape, gradients_at=[c.prediction for c in compared]).slot_gradients
-    weights, counts = [], []
-    for comparison in compared:
-        counted = (
-            pulls[comparison.prediction].abs().amax(comparison.axis)
-            if comparison.prediction in pulls
-            else None
-        )
-        if counted is None or not bool((counted > 0).any()):
-            return None
-        weights.append(float(counted[counted > 0].double().mean()))
-        counts.append(int((counted > 0).sum()))
+    each = [pulls[c.prediction].abs().amax(c.axis).double() for c in compared if c.prediction in pulls]
+    counted = [pull[pull > 0] for pull in each if bool((pull > 0).any())]
+    if len(counted) < len(compared):
+        return None
+    weights, counts = [float(pull.mean()) for pull in counted], [len(pull) for pull in counted]
     ratio, expected = max(weights) / min(weights), max(counts) / min(counts)
     # by their own weights, of rare classes say, targets may count unequally; a mean over each part makes them so
     if ratio < UNEQUAL or not 1 / AS_COUNTED <= ratio / expected <= AS_COUNTED:

@@ -25,30 +25,28 @@ from gradproof.tape.replay import replay_exactly
 
 MOST = 1 << 22  # entries of one argument: a call that takes longer than the questions may
 CALLS = 4  # different kernels of a step
-FIX = "correct the kernel and try it by itself: gradproof.check_kernel(kernel, *inputs)"
+IDS = {"gradient": "wrong-gradient/backward", "memory": "aliasing-or-inplace/never-written"}
+BY_NAME = ("claim", "precision")  # of what it is called, which may be meant otherwise
 
 
 def are_kernels_right(evidence: Evidence) -> Iterator[Verdict]:
     """Each kernel of the step once: the first that is wrong, or what each was found to be."""
     calls: dict[str, FunctionCall] = {}
-    for call in evidence.tape.functions:
-        if call.opaque:
-            calls.setdefault(call.cls.__name__, call)
+    for call in (call for call in evidence.tape.functions if call.opaque):
+        calls.setdefault(call.cls.__name__, call)
     right: dict[str, KernelCheck] = {}
-    open_ = []
+    open_ = ""
     for name, call in list(calls.items())[:CALLS]:
         found = examine(evidence, call)
         if isinstance(found, str):
-            open_.append(f"{name}: {found}")
+            open_ = open_ or f"{name}: {found}; gradproof check FILE.py:NAME --kernel tries it by hand"
         elif found.faults:
             yield verdict_on(call, found.faults[0])
             return
         else:
             right[name] = found
     if open_:
-        yield undecided(
-            "wrong-gradient", f"{open_[0]}; gradproof check FILE.py:NAME --kernel tries it by hand"
-        )
+        yield undecided("wrong-gradient", open_)
     elif right:
         tried = dict.fromkeys(test for found in right.values() for test in found.tried)
         said = f"{', '.join(right)}, called again as in the step: nothing wrong ({', '.join(tried)})"
@@ -56,34 +54,14 @@ def are_kernels_right(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def verdict_on(call: FunctionCall, fault: Fault) -> Verdict:
-    where = place_of(call.module, call.line)
-    lines = [fault.what, *([fault.evidence] if fault.evidence else [])]
-    if fault.kind == "gradient":
-        return confirmed(
-            "wrong-gradient/backward", *lines, where=where, confidence="likely", fix=FIX, lasting=False
-        )
-    if fault.kind == "memory":
-        return confirmed(
-            "aliasing-or-inplace/never-written",
-            *lines,
-            where=where,
-            confidence="proven",
-            fix=FIX,
-            lasting=False,
-        )
-    # a name may be meant otherwise: it is a problem where there is trouble
-    if fault.kind in ("claim", "precision"):
-        return confirmed(
-            "wrong-gradient/kernel",
-            *lines,
-            where=where,
-            confidence="likely",
-            if_troubled=True,
-            fix=FIX,
-            lasting=False,
-        )
     return confirmed(
-        "wrong-gradient/kernel", *lines, where=where, confidence="proven", fix=FIX, lasting=False
+        IDS.get(fault.kind, "wrong-gradient/kernel"),
+        *filter(None, (fault.what, fault.evidence)),
+        where=place_of(call.module, call.line),
+        confidence="likely" if fault.kind in ("gradient", *BY_NAME) else "proven",
+        if_troubled=fault.kind in BY_NAME,
+        fix="correct the kernel and try it by itself: gradproof.check_kernel(kernel, *inputs)",
+        lasting=False,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 from gradproof.experiments.numbers.nonfinite import step_is_nonfinite
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import place_of
-from gradproof.instruments.update import named_parameters
+from gradproof.instruments.flow import place_of, with_line
+from gradproof.instruments.update import ids_held, named_parameters
 from gradproof.tape.execute import is_foreign
 from gradproof.tape.operations import Operation, Tape
 from gradproof.tape.operators import is_view
@@ -38,32 +39,9 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
     found = evidence.shadow
     yield from lost_in_a_copy(evidence, found)
     if found.culprits:
-        culprit = found.culprits[0]
-        lines = [line.strip() for line in str(culprit).splitlines()]
-        others = {other.module for other in found.culprits[1:] if other.what == culprit.what} - {
-            culprit.module,
-            "",
-        }
-        if others:
-            lines.append(f"the same in {', '.join(sorted(others))}")
-        id = FAMILY_OF.get(culprit.kind, "wrong-gradient/backward")
-        where = place_of(culprit.module, culprit.line)
-        # two witnesses prove it; one may be mistaken, and then it does not last either
-        sure = culprit.confidence == "proven" and not found.departed
-        yield confirmed(id, *lines, where=where, confidence="proven" if sure else "likely", lasting=sure)
+        yield blamed(found)
         return
-    # what no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean
-    idle = names_without_optimizer(evidence)
-    stepped = names_updated(evidence)
-    for mismatch in found.accumulation:
-        if mismatch.parameter in idle or (stepped and mismatch.parameter not in stepped):
-            continue
-        if id := accumulated_wrongly(mismatch.how):
-            line, why = call_to_blame(evidence, mismatch.parameter)
-            where = f"{mismatch.parameter} ({line})" if line else mismatch.parameter
-            # .grad against the sum of what backward brought: the same tensors
-            yield confirmed(id, str(mismatch), *why, where=where, confidence="proven", lasting=False)
-            break
+    yield from islice(piled_up(evidence, found), 1)
     open_ = [p for p in found.parameters if p.verdict in ("wrong", "undecided")]
     if open_ and not found.accumulation:
         yield undecided("wrong-gradient", "\n".join((str(open_[0]), *asked_nodes(found))))
@@ -71,6 +49,38 @@ def is_the_gradient_right(evidence: Evidence) -> Iterator[Verdict]:
         yield excluded("wrong-gradient", reason_of(found), confidence="proven")
     elif found.notes:
         yield undecided("wrong-gradient", found.notes[0])
+
+
+def blamed(found: Shadow) -> Verdict:
+    """The first culprit. Two witnesses prove it; one may be mistaken, and then it does not last either."""
+    culprit = found.culprits[0]
+    others = {other.module for other in found.culprits[1:] if other.what == culprit.what} - {
+        culprit.module,
+        "",
+    }
+    sure = culprit.confidence == "proven" and not found.departed
+    return confirmed(
+        FAMILY_OF.get(culprit.kind, "wrong-gradient/backward"),
+        *map(str.strip, str(culprit).splitlines()),
+        *([f"the same in {', '.join(sorted(others))}"] if others else []),
+        where=place_of(culprit.module, culprit.line),
+        confidence="proven" if sure else "likely",
+        lasting=sure,
+    )
+
+
+def piled_up(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
+    """Gradients that hold something else than what the backwards of the step brought: the same tensors, added up.
+
+    What no optimizer has, none clears; and of a GAN's two networks only the one that steps has to be clean.
+    """
+    idle, stepped = names_without_optimizer(evidence), names_updated(evidence)
+    for mismatch in found.accumulation:
+        id, name = accumulated_wrongly(mismatch.how), mismatch.parameter
+        if id and name not in idle and (not stepped or name in stepped):
+            line, why = call_to_blame(evidence, name)
+            where = with_line(name, line)
+            yield confirmed(id, str(mismatch), *why, where=where, confidence="proven", lasting=False)
 
 
 def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
@@ -83,8 +93,7 @@ def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
     if copy is None:
         seen["fine"] += not found.departed
         return
-    where = place_of(copy.module, copy.line)
-    steps = seen["at"].setdefault(where, [])
+    steps = seen["at"].setdefault(place_of(copy.module, copy.line), [])
     steps.append(evidence.step)
     recorded = evidence.losses[-1] if evidence.losses else math.nan
     if len(steps) >= LOST and seen["fine"] >= WHOLE:
@@ -94,7 +103,7 @@ def lost_in_a_copy(evidence: Evidence, found: Shadow) -> Iterator[Verdict]:
             f"this copy is not what was copied; at the others every operation makes what was recorded",
             f"{evidence.tape.operations[found.departs_at or 0].name} is the first to make something else; the loss was "
             f"{recorded:.4g}, and is {found.loss:.4g} with what was copied",
-            where=where,
+            at=copy,
             confidence="likely",
         )
 
@@ -166,7 +175,7 @@ def call_to_blame(evidence: Evidence, parameter: str) -> tuple[str, list[str]]:
     if not clears:
         return next(iter(lines.get("backward", [])), ""), []
     tensor = named_parameters(evidence).get(parameter)
-    owners = [o for o in evidence.optimizers if any(p is tensor for g in o.param_groups for p in g["params"])]
+    owners = [optimizer for optimizer in evidence.optimizers if id(tensor) in ids_held(optimizer)]
     if owners and any(o.clears for o in evidence.optimizers) and not any(o.clears for o in owners):
         return clears[0], [f"zero_grad at {', '.join(clears)} clears the gradients of another optimizer"]
     return clears[0], []
@@ -174,15 +183,14 @@ def call_to_blame(evidence: Evidence, parameter: str) -> tuple[str, list[str]]:
 
 def names_without_optimizer(evidence: Evidence) -> set[str]:
     """By both names of a parameter: its model's, and the tape's, which does not know a layer that came late."""
-    trained = {id(p) for o in evidence.optimizers for group in o.param_groups for p in group["params"]}
-    named = {
-        f"{prefix}.{name}" if prefix else name: parameter
-        for prefix, model in evidence.models.items()
-        for name, parameter in model.named_parameters()
-    }
-    on_tape = evidence.specimen.skeletons.by_slot().items()
-    taped = {evidence.slot(slot).name: p for slot, p in on_tape if evidence.slot(slot).kind == "parameter"}
-    return {name for name, parameter in (*named.items(), *taped.items()) if id(parameter) not in trained}
+    trained = ids_held(*evidence.optimizers)
+    models = [
+        (prefix, *each) for prefix, model in evidence.models.items() for each in model.named_parameters()
+    ]
+    named = [(f"{prefix}.{name}" if prefix else name, p) for prefix, name, p in models]
+    on_tape = ((evidence.slot(slot), p) for slot, p in evidence.specimen.skeletons.by_slot().items())
+    taped = [(slot.name, p) for slot, p in on_tape if slot.kind == "parameter"]
+    return {name for name, parameter in (*named, *taped) if id(parameter) not in trained}
 
 
 def accumulated_wrongly(how: str) -> str:

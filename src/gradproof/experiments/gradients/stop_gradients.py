@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -11,8 +12,19 @@ from torch import Tensor
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, VIEWS, place_of
-from gradproof.instruments.update import has_gradient, named_parameters
-from gradproof.tape.operations import Line, Operation, Ref, references
+from gradproof.instruments.update import has_gradient, held, named_parameters
+from gradproof.instruments.walk import ahead, anything, back, operands, tracked
+from gradproof.tape.operations import Operation, Ref, references
+
+COMPARES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+DISTANCES = ("pow", "square", "abs", "linalg_vector_norm", "norm")
+ADDS = ("add", "sub", "rsub")
+PASSES = RESHAPES | {"expand"}
+HINGES = ("relu", "maximum", "softplus")
+NEAR = 4  # operations between a weight and the average that is made of it
+TO_THE_EXPONENTIAL = VIEWS | {"sum", "mean", "clamp", "clamp_min", "clamp_max", "mul", "neg"}
+MOST = 8  # pairs of a ratio that are looked at
+MOVED = 0.1  # of each weight's own size
 
 
 def does_gradient_reach_what_it_must_not(evidence: Evidence) -> Iterator[Verdict]:
@@ -25,9 +37,33 @@ def first_slip(evidence: Evidence) -> Verdict | None:
     return next((found for look in looks if (found := look(evidence)) is not None), None)
 
 
-COMPARES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-PASSES = RESHAPES | {"expand"}
-HINGES = ("relu", "maximum", "softplus")
+def trained_teacher(evidence: Evidence) -> Verdict | None:
+    """Weights that an average of others overwrites, and that an optimizer steps along a gradient as well."""
+    ids, flow = set(map(id, held(evidence))), evidence.flow
+    named = {n for n, p in named_parameters(evidence).items() if id(p) in ids and has_gradient(p)}
+    parameters = {slot.index for slot in evidence.tape.parameters}
+
+    def reaches_another(slot: int, own: int) -> bool:
+        """A parameter, or a few elementwise operations away from one."""
+        way = [slot, *(op.reads[0] for op in islice(back(flow, slot, anything), NEAR - 1) if op.reads)]
+        return any(each in parameters and each != own for each in way)
+
+    for op in evidence.tape.operations:
+        if op.phase == "optimizer" or op.in_backward is not None:
+            continue
+        for slot in (slot for slot in op.writes if evidence.slot(slot).name in named):
+            if any(reaches_another(source, slot) for source in op.reads if source != slot):
+                name = evidence.slot(slot).name
+                return confirmed(
+                    "missing-stop-gradient/teacher",
+                    f"{name} follows other weights ({op.name}) and is also trained: it gets a gradient",
+                    where=place_of(name.rpartition(".")[0], op.line),
+                    confidence="proven",  # written by one and stepped by another
+                )
+    return None
+
+
+# two sides of a loss ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,137 +77,83 @@ class Side:
     @property
     def is_return(self) -> bool:
         """A number from outside plus something learned: r + γ V(s')."""
-        return any(op.name in ("add", "sub", "rsub") and mixes(op) for op in self.after)
+        return any(op.name in ADDS and mixes(op) for op in self.after)
 
 
-def trained_teacher(evidence: Evidence) -> Verdict | None:
-    """Weights that an average of others overwrites, and that an optimizer steps along a gradient as well."""
-    held = {id(p) for o in evidence.optimizers for g in o.param_groups for p in g["params"]}
-    named = {n: p for n, p in named_parameters(evidence).items() if id(p) in held and has_gradient(p)}
-    parameters = {slot.index for slot in evidence.tape.parameters}
-    for operation in evidence.tape.operations:
-        if operation.phase == "optimizer" or operation.in_backward is not None:
-            continue
-        for slot in operation.writes:
-            name = evidence.slot(slot).name
-            sources = [
-                s
-                for s in operation.reads
-                if s != slot and reaches_parameter(evidence, s, parameters - {slot})
-            ]
-            if name in named and sources:
-                return confirmed(
-                    "missing-stop-gradient/teacher",
-                    f"{name} follows other weights ({operation.name}) and is also trained: it gets a gradient",
-                    where=place_of(name.rpartition(".")[0], operation.line),
-                    confidence="proven",  # written by one and stepped by another
-                )
-    return None
-
-
-def reaches_parameter(evidence: Evidence, slot: int, parameters: set[int]) -> bool:
-    """A parameter, or a few elementwise operations away from one."""
-    for _ in range(4):
-        if slot in parameters:
-            return True
-        maker = evidence.maker(slot)
-        if maker is None or not maker.reads:
-            return False
-        slot = maker.reads[0]
-    return False
+def pairs(evidence: Evidence, *names: str) -> Iterator[tuple[Operation, int, int]]:
+    """Operations of the loss between two tensors that both carry gradient."""
+    for op in evidence.forward:
+        refs = [arg for arg in op.args if isinstance(arg, Ref)]
+        both = op.name in names and len(refs) == 2 and all(ref.tracked for ref in refs)
+        if both and in_the_loss(evidence, op):
+            yield op, refs[0].slot, refs[1].slot
 
 
 def pulled_distribution(evidence: Evidence) -> Verdict | None:
     """Σ p log q, of two networks that have no layer in common, with gradient into the one that makes p."""
-    pairs: list[tuple[Operation, Side, Side]] = []
-    for operation in evidence.forward:
-        refs = [arg for arg in operation.args if isinstance(arg, Ref)]
-        if operation.name != "mul" or len(refs) != 2 or not all(r.tracked for r in refs):
-            continue
-        if not in_the_loss(evidence, operation):
-            continue
-        makers = [through_views(evidence, ref.slot) for ref in refs]
-        names = [maker.name if maker else "" for maker in makers]
-        if sorted(names) == ["_log_softmax", "_softmax"]:
-            p, log_q = (side_of(evidence, refs[names.index(n)].slot) for n in ("_softmax", "_log_softmax"))
-            pairs.append((operation, p, log_q))
-    predicting = {layer for _, _, prediction in pairs for layer in prediction.layers}
-    for operation, target, prediction in pairs:
+    found: list[tuple[Operation, Side, Side]] = []
+    for op, *both in pairs(evidence, "mul"):
+        made = {maker.name: slot for slot in both if (maker := through_views(evidence, slot)) is not None}
+        if made.keys() == {"_softmax", "_log_softmax"}:
+            p, log_q = (side_of(evidence, made[name]) for name in ("_softmax", "_log_softmax"))
+            found.append((op, p, log_q))
+    predicting = {layer for _, _, prediction in found for layer in prediction.layers}
+    for op, target, prediction in found:
         if target.layers and prediction.layers and not target.layers & predicting:
-            return verdict_of(operation, target, "a distribution that another network puts out")
+            return verdict_of(op, target, "a distribution that another network puts out")
     return None
 
 
 def compared_with_itself(evidence: Evidence) -> Verdict | None:
     """Prediction and target both carry gradient into the same layers, and one of them is clearly the target."""
-    loss = [op for op in evidence.forward if in_the_loss(evidence, op)]
-    if any(is_hinge(op) for op in loss):
+    if any(is_hinge(op) for op in evidence.forward if in_the_loss(evidence, op)):
         return None  # a margin between pairs wants both sides
-    for operation in loss:
-        refs = [arg for arg in operation.args if isinstance(arg, Ref)]
-        if (
-            operation.name not in (*COMPARES, "sub", "mul")
-            or len(refs) != 2
-            or not all(r.tracked for r in refs)
-        ):
+    for op, one, two in pairs(evidence, *COMPARES, "sub", "mul"):
+        if evidence.slot(one).shape != evidence.slot(two).shape:
             continue
-        if evidence.slot(refs[0].slot).shape != evidence.slot(refs[1].slot).shape:
-            continue
-        first, second = (side_of(evidence, ref.slot) for ref in refs)
+        first, second = side_of(evidence, one), side_of(evidence, two)
         if not first.layers & second.layers or first.passes & second.passes:
             continue  # other layers, or two outputs of one pass: nothing is compared with itself
-        if operation.name == "sub" and not is_squared(evidence, operation):
+        product = op.name == "mul"
+        if product and (not is_similarity(evidence, op) or is_a_score(evidence, op)):
             continue
-        if operation.name == "mul" and (
-            not is_similarity(evidence, operation) or is_a_score(evidence, operation)
-        ):
+        if op.name == "sub" and not is_squared(evidence, op):
             continue
         for target, prediction in ((second, first), (first, second)):
-            predicted = target.layers < prediction.layers
-            returned = target.is_return and not prediction.is_return and operation.name != "mul"
-            if predicted or returned:
-                return verdict_of(
-                    operation, target, "a return" if returned else "the branch without a predictor"
-                )
-        if operation.name == "mul" and first.layers == second.layers:
-            return verdict_of(operation, second, "the other view", level="warning")
+            returned = target.is_return and not prediction.is_return and not product
+            if returned or target.layers < prediction.layers:
+                return verdict_of(op, target, "a return" if returned else "the branch without a predictor")
+        if product and first.layers == second.layers:
+            return verdict_of(op, second, "the other view", level="warning")
     return None
 
 
-def in_the_loss(evidence: Evidence, operation: Operation) -> bool:
-    """Outside of all modules, or behind the last layer: some models compute their loss themselves."""
-    return not operation.module or not evidence.flow.tail.isdisjoint(operation.makes)
+def pulled_baseline(evidence: Evidence) -> Verdict | None:
+    """log p · (return − value) with a value that carries gradient: the policy's loss pulls on the critic."""
+    for _, one, two in pairs(evidence, "mul"):
+        for advantage, other in ((two, one), (one, two)):
+            maker = through_views(evidence, advantage)
+            if maker is None or maker.name not in ("sub", "rsub") or not mixes(maker) or other == advantage:
+                continue
+            if any(is_regressed(evidence, value, maker) for value in tracked(maker)):
+                return confirmed(
+                    "missing-stop-gradient/baseline",
+                    "the advantage carries gradient: the policy's loss changes the values it is measured against",
+                    f"{maker.name} at {maker.line}",
+                    where=place_of("", maker.line),
+                    confidence="likely",
+                )
+    return None
 
 
-def is_hinge(operation: Operation) -> bool:
-    limited = operation.name in ("clamp", "clamp_min") and len(operation.args) > 1 and operation.args[1] == 0
-    return limited or operation.name in HINGES
-
-
-def is_similarity(evidence: Evidence, product: Operation) -> bool:
-    """A product of two embeddings that is summed over its last dimension: the cosine of two views."""
-    made = product.makes[0]
-    ndim = len(evidence.slot(made).shape)
-    return ndim >= 2 and any(
-        op.name == "sum" and made in op.reads and len(op.args) > 1 and op.args[1] in ([-1], [ndim - 1])
-        for op in evidence.forward
-    )
-
-
-def is_a_score(evidence: Evidence, product: Operation) -> bool:
-    """A product that is compared with targets of its own, as clicks or pairs are: it wants both sides."""
-    flow = evidence.flow
-    return any(product.makes[0] in flow.ancestors(c.prediction) for c in flow.comparisons)
-
-
-def verdict_of(operation: Operation, target: Side, what: str, level: str = "problem") -> Verdict:
+def verdict_of(op: Operation, target: Side, what: str, level: str = "problem") -> Verdict:
     layers = ", ".join(sorted({name.rpartition(".")[0] or name for name in target.layers})[:3])
     # the target is to be cut off where it is made; a comparison made in the same line stands for both
-    made = next((op.line for op in target.after if op.line and op.line != operation.line), operation.line)
+    made = next((each.line for each in target.after if each.line and each.line != op.line), op.line)
     return confirmed(
         "missing-stop-gradient/target",
         f"the loss compares two things that are both trained: the target, {what}, passes gradient to {layers}",
-        *([f"compared at {operation.line}"] if made != operation.line else []),
+        *([f"compared at {op.line}"] if made != op.line else []),
         where=place_of("", made),
         level=level,
         confidence="likely",
@@ -198,137 +180,115 @@ def side_of(evidence: Evidence, slot: int) -> Side:
         if weights and maker.module:
             layers.update(evidence.slot(weight).name or maker.module for weight in weights)
             passes.add(maker.index)
-        todo += [(ref.slot, outside) for ref in references((maker.args, maker.kwargs)) if ref.tracked]
+        todo += [(operand, outside) for operand in tracked(maker)]
     return Side(frozenset(layers), frozenset(passes), tuple(after))
 
 
-def mixes(operation: Operation) -> bool:
+def in_the_loss(evidence: Evidence, op: Operation) -> bool:
+    """Outside of all modules, or behind the last layer: some models compute their loss themselves."""
+    return not op.module or not evidence.flow.tail.isdisjoint(op.makes)
+
+
+def mixes(op: Operation) -> bool:
     """One operand carries gradient, the other is a tensor that does not."""
-    refs = [arg for arg in operation.args if isinstance(arg, Ref)]
+    refs = [arg for arg in op.args if isinstance(arg, Ref)]
     return len(refs) == 2 and refs[0].tracked != refs[1].tracked
 
 
-def pulled_baseline(evidence: Evidence) -> Verdict | None:
-    """log p · (return − value) with a value that carries gradient: the policy's loss pulls on the critic."""
-    for operation in evidence.forward:
-        refs = [arg for arg in operation.args if isinstance(arg, Ref)]
-        if operation.name != "mul" or len(refs) != 2 or not all(r.tracked for r in refs):
-            continue
-        if not in_the_loss(evidence, operation):
-            continue
-        for advantage, other in ((refs[1].slot, refs[0].slot), (refs[0].slot, refs[1].slot)):
-            maker = through_views(evidence, advantage)
-            if maker is None or maker.name not in ("sub", "rsub") or not mixes(maker):
-                continue
-            values = [r.slot for r in references(maker.args) if r.tracked]
-            if other != advantage and any(is_regressed(evidence, value, maker) for value in values):
-                return confirmed(
-                    "missing-stop-gradient/baseline",
-                    "the advantage carries gradient: the policy's loss changes the values it is measured against",
-                    f"{maker.name} at {maker.line}",
-                    where=place_of("", maker.line),
-                    confidence="likely",
-                )
-    return None
+def is_hinge(op: Operation) -> bool:
+    limited = op.name in ("clamp", "clamp_min") and len(op.args) > 1 and op.args[1] == 0
+    return limited or op.name in HINGES
 
 
-def through_views(evidence: Evidence, slot: int) -> Operation | None:
-    maker = evidence.maker(slot)
-    while maker is not None and maker.name in PASSES:
-        maker = evidence.maker(maker.reads[0])
-    return maker
+def is_similarity(evidence: Evidence, product: Operation) -> bool:
+    """A product of two embeddings that is summed over its last dimension: the cosine of two views."""
+    rank = len(evidence.slot(product.makes[0]).shape)
+    sums = (op for op in readers(evidence, product) if op.name == "sum" and len(op.args) > 1)
+    return rank >= 2 and any(op.args[1] in ([-1], [rank - 1]) for op in sums)
+
+
+def is_a_score(evidence: Evidence, product: Operation) -> bool:
+    """A product that is compared with targets of its own, as clicks or pairs are: it wants both sides."""
+    flow = evidence.flow
+    return any(product.makes[0] in flow.ancestors(c.prediction) for c in flow.comparisons)
 
 
 def is_regressed(evidence: Evidence, value: int, advantage: Operation) -> bool:
     """Whether the same value is also compared with a target of its own, squared."""
-    for operation in evidence.forward:
-        if value not in operation.reads or operation is advantage:
-            continue
-        if operation.name in COMPARES:
-            return True
-        if operation.name in ("sub", "rsub") and is_squared(evidence, operation):
-            return True
-    return False
+    others = (op for op in ahead(evidence.flow, [value], ()) if op is not advantage)
+    return any(
+        op.name in COMPARES or (op.name in ("sub", "rsub") and is_squared(evidence, op)) for op in others
+    )
 
 
 def is_squared(evidence: Evidence, difference: Operation) -> bool:
     """Whether what an operation makes goes into a distance."""
-    made = set(difference.makes)
-    distances = ("pow", "square", "abs", "linalg_vector_norm", "norm")
     return any(
-        made & set(op.reads) and (op.name in distances or (op.name == "mul" and len(set(op.reads)) == 1))
-        for op in evidence.forward
+        op.name in DISTANCES or (op.name == "mul" and len(set(op.reads)) == 1)
+        for op in readers(evidence, difference)
     )
+
+
+def readers(evidence: Evidence, op: Operation) -> Iterator[Operation]:
+    return ahead(evidence.flow, op.makes, ())
+
+
+def through_views(evidence: Evidence, slot: int) -> Operation | None:
+    return evidence.maker(evidence.flow.behind(slot, PASSES))
 
 
 # ratios -----------------------------------------------------------------------------------------------------
 
-TO_THE_EXPONENTIAL = VIEWS | {"sum", "mean", "clamp", "clamp_min", "clamp_max", "mul", "neg"}
-MOST = 8  # pairs that are looked at
-MOVED = 0.1  # of each weight's own size
 
-
-def ratios_that_cancel(evidence: Evidence) -> Iterator[Verdict]:
+def ratios_that_cancel(evidence: Evidence) -> Verdict | None:
     """exp(new - old) or new / old, both with gradient and equal: ∂new − ∂old is 0, so nothing is learned from it.
 
     That they are equal now could be chance (the first epoch of PPO, a copy of a network); that they are equal
     with all weights moved at random means that they are one function.
     """
-    pairs = list(ratios(evidence))[:MOST]
-    slots = sorted({slot for _, one, two in pairs for slot in (one, two)})
-    if not slots:
-        return
-    now = evidence.flow.values(slots)
-    pairs = [pair for pair in pairs if are_one(now, pair[1], pair[2])]
-    if not pairs:
-        return
-    moved = evidence.flow.values(slots, moved_at_random(evidence))
-    for op, one, two in pairs:
-        if not are_one(moved, one, two) or torch.equal(now[one], moved[one]):
-            continue
-        made = line_of(evidence, two) if one != two else None
-        count = now[one].numel()
-        yield confirmed(
-            "missing-stop-gradient/ratio",
-            f"both operands of {op.name} carry gradient and are equal in all of {count} entries, also with every "
-            f"weight moved by {100 * MOVED:g} %: the ratio is 1 and its gradient 0, whatever is learned",
-            f"the ratio is taken at {op.line}",
-            where=place_of("", made or op.line),
-            confidence="proven",  # with every weight moved
-        )
-        return
+    found = list(islice(ratios(evidence), MOST))
+    slots = sorted({slot for _, one, two in found for slot in (one, two)})
+    now = evidence.flow.values(slots) if slots else {}
+    equal = [pair for pair in found if are_one(now, pair[1], pair[2])]
+    moved = evidence.flow.values(slots, moved_at_random(evidence)) if equal else {}
+    for op, one, two in equal:
+        if are_one(moved, one, two) and not torch.equal(now[one], moved[one]):
+            made = evidence.maker(evidence.flow.behind(two, VIEWS)) if one != two else None
+            return confirmed(
+                "missing-stop-gradient/ratio",
+                f"both operands of {op.name} carry gradient and are equal in all of {now[one].numel()} entries, also "
+                f"with every weight moved by {100 * MOVED:g} %: the ratio is 1 and its gradient 0, whatever is learned",
+                f"the ratio is taken at {op.line}",
+                where=place_of("", made.line if made is not None and made.line else op.line),
+                confidence="proven",  # with every weight moved
+            )
+    return None
 
 
 def ratios(evidence: Evidence) -> Iterator[tuple[Operation, int, int]]:
     """Quotients, and differences that go into an exponential: (operation, operand, operand), both with gradient."""
     flow = evidence.flow
     for op in flow.operations:
-        refs = [arg for arg in op.args[:2] if isinstance(arg, Ref)]
-        if op.name not in ("sub", "div") or len(refs) != 2 or not all(ref.tracked for ref in refs):
+        pair = operands(op)
+        if op.name not in ("sub", "div") or len(pair) != 2 or not set(pair) <= set(tracked(op)):
             continue
-        one, two = refs[0].slot, refs[1].slot
-        same_shape = evidence.slot(one).shape == evidence.slot(two).shape
-        if not same_shape or torch.Size(evidence.slot(one).shape).numel() < 2:
+        shape, other = (evidence.slot(slot).shape for slot in pair)
+        if shape != other or torch.Size(shape).numel() < 2:
             continue
         if op.name == "sub" and not goes_into_exponential(evidence, op):
             continue
-        origins = flow.behind(one, VIEWS), flow.behind(two, VIEWS)
+        origins = [flow.behind(slot, VIEWS) for slot in pair]
         # x - x.max() of one entry, x / x.clamp(...): of the one by the other, not twice computed
-        if origins[0] != origins[1] and any(a in flow.ancestors(b) for a, b in (origins, origins[::-1])):
-            continue
-        yield op, one, two
+        if origins[0] == origins[1] or not any(a in flow.ancestors(b) for a, b in (origins, origins[::-1])):
+            yield op, pair[0], pair[1]
 
 
 def goes_into_exponential(evidence: Evidence, difference: Operation) -> bool:
-    reach = set(difference.makes)
-    for op in evidence.flow.operations:
-        if op.index <= difference.index or reach.isdisjoint(op.reads):
-            continue
-        if op.name == "exp":
-            return True
-        if op.name in TO_THE_EXPONENTIAL and len(list(references(op.args))) == 1:
-            reach.update(op.makes)
-    return False
+    def through(op: Operation) -> bool:
+        return op.name in TO_THE_EXPONENTIAL and len(list(references(op.args))) == 1
+
+    flow = evidence.flow
+    return any(op.name == "exp" for op in ahead(flow, difference.makes, through, flow.operations))
 
 
 def are_one(values: dict[int, Tensor], one: int, two: int) -> bool:
@@ -351,9 +311,3 @@ def moved_at_random(evidence: Evidence) -> dict[int, Tensor]:
             size = value.square().mean().sqrt()
             moved[slot] = value + MOVED * torch.where(size > 0, size, torch.ones_like(size)) * noise
     return moved
-
-
-def line_of(evidence: Evidence, slot: int) -> Line | None:
-    """Where an operand was made, looking through views."""
-    maker = evidence.maker(evidence.flow.behind(slot, VIEWS))
-    return maker.line if maker is not None else None

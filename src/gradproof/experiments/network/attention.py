@@ -7,24 +7,25 @@ a0, a1, …) see tokens of the future and miss some of the past; and the other w
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import Flow, place_of
+from gradproof.instruments.flow import SOFTMAXES, Flow, place_of
 from gradproof.instruments.grids import find_padding
 from gradproof.instruments.hearing import exchange
 from gradproof.instruments.source import read
+from gradproof.instruments.walk import anything, back
+from gradproof.tape.attention import attention_weights
 from gradproof.tape.operations import Line, Operation, Ref
-from gradproof.tape.operators import FUSED_ATTENTION, argument
+from gradproof.tape.operators import FUSED_ATTENTION
 
 FAMILY = "attention-mask-error"
-SOFTMAXES = {"_softmax", "_safe_softmax"}
-PRODUCTS = ("bmm", "mm", "baddbmm", "matmul")
+LOOKS = FUSED_ATTENTION | SOFTMAXES
 KEEPS_AXES = {
     "view", "_unsafe_view", "expand", "clone", "native_dropout", "_to_copy", "mul", "div", "bernoulli_",
 }  # fmt: skip
@@ -42,6 +43,8 @@ EARLY = 10  # steps: later, a head that looks at one place may have learned to
 TOGETHER = 0.01  # of a mask's number: what scores of usual size add to it is less
 FEW = 0.01  # of the queries: a row here and there that sees nothing harms nobody
 MOST = 50  # softmaxes that are looked at
+FAR = 8  # operations between a softmax and the product with the values
+NEAR = 4  # between a softmax and its mask
 
 
 def where_does_attention_look(evidence: Evidence) -> Iterator[Verdict]:
@@ -57,36 +60,30 @@ def where_does_attention_look(evidence: Evidence) -> Iterator[Verdict]:
 # axis and padding -------------------------------------------------------------------------------------------
 
 
-def is_the_softmax_over_what_is_summed(evidence: Evidence) -> Iterator[Verdict]:
+def is_the_softmax_over_what_is_summed(evidence: Evidence) -> Verdict | None:
     """Weights that are summed over keys have to be normalised over keys."""
-    flow = evidence.flow
-    readers: dict[int, list[Operation]] = {}
-    for op in flow.operations:
-        for slot in op.reads:
-            readers.setdefault(slot, []).append(op)
-    for op in flow.operations:
+    for op in evidence.flow.operations:
         if op.name not in SOFTMAXES:
             continue
-        rank = len(evidence.slot(op.makes[0]).shape)
-        summed = _summed_axis(evidence, op.makes[0], readers)
-        if summed is not None and rank >= 3 and op.args[1] % rank != rank + summed:
-            yield confirmed(
+        shape = evidence.slot(op.makes[0]).shape
+        summed = _summed_axis(evidence.flow, op.makes[0])
+        if summed is not None and len(shape) >= 3 and (op.args[1] - summed) % len(shape):
+            return confirmed(
                 "axis-or-shape-error/softmax-axis",
-                f"the softmax runs over axis {op.args[1]} of {list(evidence.slot(op.makes[0]).shape)}, "
+                f"the softmax runs over axis {op.args[1]} of {list(shape)}, "
                 f"but the product that follows sums over axis {summed}: no weights that add up to 1",
-                where=place_of(op.module, op.line),
+                at=op,
                 fix=f"softmax(dim={summed})",
                 confidence="proven",  # the axis that each was given
             )
-            return
+    return None
 
 
-def _summed_axis(evidence: Evidence, slot: int, readers: dict[int, list[Operation]]) -> int | None:
+def _summed_axis(flow: Flow, slot: int) -> int | None:
     """−1 or −2: which axis of a matrix the next matrix product sums over; None when it cannot be followed."""
-    axes = evidence.slot(slot).shape[-2:]
-    flipped = False
-    for _ in range(8):
-        following = [op for op in readers.get(slot, ()) if op.name != "detach"]
+    axes, flipped = flow.tape.slots[slot].shape[-2:], False
+    for _ in range(FAR):
+        following = [op for op in flow.readers(slot) if op.name != "detach"]
         if len(following) != 1:
             return None
         op = following[0]
@@ -95,57 +92,40 @@ def _summed_axis(evidence: Evidence, slot: int, readers: dict[int, list[Operatio
             return -1 if left != flipped else -2
         if op.name in ("transpose", "t") and set(op.args[1:] or (-2, -1)) == {-2, -1}:
             flipped, axes = not flipped, axes[::-1]
-        elif op.name not in KEEPS_AXES or evidence.slot(op.makes[0]).shape[-2:] != axes:
+        elif op.name not in KEEPS_AXES or flow.tape.slots[op.makes[0]].shape[-2:] != axes:
             return None
         slot = op.makes[0]
     return None
 
 
-def is_padding_attended(evidence: Evidence) -> Iterator[Verdict]:
+def is_padding_attended(evidence: Evidence) -> Verdict | None:
     """The weight that real queries give to padded keys."""
-    flow = evidence.flow
-    worst: tuple[float, float, Operation] | None = None
-    padding = padded_batches(evidence)
-    if not padding:
-        return
-    for op in flow.operations:
-        if op.name not in FUSED_ATTENTION and op.name not in SOFTMAXES:
-            continue
+    flow, padding = evidence.flow, padded_batches(evidence)
+    seen: list[tuple[float, float, Operation]] = []
+    for op in (op for op in flow.operations if padding and op.name in LOOKS):
         behind = flow.ancestors(op.makes[0])  # of another micro-batch the padding lies elsewhere
         for is_pad in (is_pad for slot, is_pad in padding.items() if slot in behind):
             if op.name in FUSED_ATTENTION or evidence.slot(op.makes[0]).shape[-1:] == is_pad.shape[1:]:
                 weights = weights_of(flow, op)
                 mass = mass_on(weights, is_pad) if weights is not None else None
-                if mass is not None and (worst is None or mass > worst[0]):
-                    worst = (mass, float(is_pad.double().mean()), op)
-    if worst is None:
-        return
-    mass, share, op = worst
-    place = _mask_before(flow, op) or op
-    line = (
+                seen += [(mass, float(is_pad.double().mean()), op)] if mass is not None else []
+    if not seen:
+        return None
+    mass, share, op = max(seen, key=lambda entry: entry[0])
+    if mass <= SOME:
+        return excluded(f"{FAMILY}/padding-attended", f"padding gets {100 * mass:.2g} % of the attention")
+    only = mass > ONLY
+    before = islice(back(flow, op.reads[0], anything), NEAR)
+    mask = next((maker for maker in before if maker.name in MASKS), op)
+    return confirmed(
+        f"{FAMILY}/only-padding-attended" if only else f"{FAMILY}/padding-attended",
         f"in rows with padding, real positions give {100 * mass:.3g} % of their attention to it "
-        f"({100 * share:.0f} % of all keys)"
+        f"({100 * share:.0f} % of all keys)",
+        where=place_of(op.module, mask.line),
+        level="problem" if only else "warning",
+        confidence="likely",  # padding is what looks like padding
+        lasting=only,
     )
-    if mass > ONLY:
-        yield confirmed(
-            "attention-mask-error/only-padding-attended",
-            line,
-            where=place_of(op.module, place.line),
-            confidence="likely",  # padding is what looks like padding
-        )
-    elif mass > SOME:
-        yield confirmed(
-            "attention-mask-error/padding-attended",
-            line,
-            where=place_of(op.module, place.line),
-            level="warning",
-            confidence="likely",
-            lasting=False,
-        )
-    else:
-        yield excluded(
-            "attention-mask-error/padding-attended", f"padding gets {100 * mass:.2g} % of the attention"
-        )
 
 
 def padded_batches(evidence: Evidence) -> dict[int, Tensor]:
@@ -165,22 +145,13 @@ def weights_of(flow: Flow, op: Operation) -> Tensor | None:
     """Attention weights (…, queries, keys) of a softmax, or of a fused attention, by its formula."""
     if op.name in SOFTMAXES:
         return flow.values([op.makes[0]]).get(op.makes[0])
-    refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
-    mask = argument(op.func, op.args, op.kwargs, "attn_mask")
-    mask = mask if mask is not None else argument(op.func, op.args, op.kwargs, "attn_bias")
-    wanted = refs + ([mask.slot] if isinstance(mask, Ref) else [])
-    found = flow.values(wanted)
-    if len(refs) != 2 or any(slot not in found for slot in wanted):
+    found = flow.values(op.reads)
+    if any(slot not in found for slot in op.reads):
         return None
-    q, k = found[refs[0]].double(), found[refs[1]].double()
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if isinstance(mask, Ref):
-        bias = found[mask.slot]
-        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias.double()
-    if argument(op.func, op.args, op.kwargs, "is_causal", False):
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores.softmax(-1)
+    wide = {slot: value.double() if value.is_floating_point() else value for slot, value in found.items()}
+    args = tuple(wide[arg.slot] if isinstance(arg, Ref) else arg for arg in op.args)
+    named = {name: wide[arg.slot] if isinstance(arg, Ref) else arg for name, arg in op.kwargs.items()}
+    return attention_weights(op.func, args, named)[0]
 
 
 def mass_on(weights: Tensor, is_pad: Tensor) -> float | None:
@@ -197,122 +168,85 @@ def mass_on(weights: Tensor, is_pad: Tensor) -> float | None:
     return float(mass[chosen].mean()) if bool(chosen.any()) else None
 
 
-def _mask_before(flow: Flow, op: Operation) -> Operation | None:
-    """The operation that put the mask on the scores, a few steps before the softmax."""
-    slot = op.reads[0]
-    for _ in range(4):
-        maker = flow.maker(slot)
-        if maker is None or not maker.reads:
-            return None
-        if maker.name in MASKS:
-            return maker
-        slot = maker.reads[0]
-    return None
-
-
 # the order of a mask ----------------------------------------------------------------------------------------
 
 
-def is_the_mask_tiled_like_the_tokens(evidence: Evidence) -> Iterator[Verdict]:
+def is_the_mask_tiled_like_the_tokens(evidence: Evidence) -> Verdict | None:
     """The first attention over several tokens a time step: how its mask counts time, and how its tokens lie."""
     flow = evidence.flow
-    for op, steps in attentions(evidence):
-        weights = weights_of(flow, op)
-        if weights is None:
-            return
-        seen = (torch.nan_to_num(weights) > 0).flatten(0, -3).any(0) if weights.dim() > 2 else weights > 0
-        masked = order_of_mask(seen, steps)
-        lies = order_of_tokens(flow, op, steps) if masked else None
-        if masked is None or lies is None:
-            return
-        if masked == lies:
-            yield excluded(
-                f"{FAMILY}/tiled-in-another-order",
-                f"tokens and mask lie {lies}, {len(seen) // steps} tokens a time step",
-            )
-            return
-        yield judge_tiles(op, seen, steps, masked, lies)
-        return
+    op, steps = next(attentions(evidence), (None, 0))
+    weights = weights_of(flow, op) if op is not None else None
+    if op is None or weights is None:
+        return None
+    seen = (torch.nan_to_num(weights) > 0).reshape(-1, *weights.shape[-2:]).any(0).cpu()
+    masked = order_of_mask(seen, steps)
+    lies = order_of_tokens(flow, op, steps) if masked else None
+    if masked is None or lies is None:
+        return None
+    if masked != lies:
+        return judge_tiles(op, seen, steps, masked, lies)
+    said = f"tokens and mask lie {lies}, {len(seen) // steps} tokens a time step"
+    return excluded(f"{FAMILY}/tiled-in-another-order", said)
 
 
 def attentions(evidence: Evidence) -> Iterator[tuple[Operation, int]]:
     """Attentions of as many queries as keys, several for each time step of the inputs."""
     flow = evidence.flow
     lengths = {evidence.slot(s).shape[1] for s in flow.inputs if len(evidence.slot(s).shape) >= 2}
-    for op in flow.operations:
-        if op.name not in FUSED_ATTENTION and op.name not in SOFTMAXES:
-            continue
+    for op in (op for op in flow.operations if op.name in LOOKS):
         shape = evidence.slot(op.reads[0]).shape
         size = shape[-2] if len(shape) >= 3 else 0
         if op.name in SOFTMAXES and size != shape[-1]:
             continue
-        for steps in sorted(lengths):
-            if steps >= FEWEST_STEPS and size >= 2 * steps and size % steps == 0:
-                yield op, steps
+        fitting = (n for n in sorted(lengths) if n >= FEWEST_STEPS and size >= 2 * n and size % n == 0)
+        yield from ((op, steps) for steps in fitting)
+
+
+def times_of(tokens: int, steps: int, order: str) -> Tensor:
+    """The time step of each token.
+
+    >>> times_of(6, 3, BY_STEP).tolist(), times_of(6, 3, BY_STREAM).tolist()
+    ([0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2])
+    """
+    numbers = torch.arange(tokens)
+    return numbers.div(tokens // steps, rounding_mode="floor") if order == BY_STEP else numbers % steps
 
 
 def order_of_mask(seen: Tensor, steps: int) -> str | None:
-    """Whether a query sees the keys of its own and earlier time steps, counted in one of two ways."""
-    each = len(seen) // steps
-    if seen.shape != (each * steps, each * steps):
-        return None
-    by_step = seen.reshape(steps, each, steps, each).permute(1, 3, 0, 2)
-    by_stream = seen.reshape(each, steps, each, steps).permute(0, 2, 1, 3)
-    for name, tiles in ((BY_STEP, by_step), (BY_STREAM, by_stream)):
-        if bool((tiles == tiles[0, 0]).all()) and is_causal(tiles[0, 0]):
-            return name
+    """In which order a query sees the keys of earlier time steps, with or without its own."""
+    for order in (BY_STEP, BY_STREAM):
+        time = times_of(len(seen), steps, order)
+        if any(torch.equal(seen, sees(time[:, None], time)) for sees in (torch.ge, torch.gt)):
+            return order
     return None
-
-
-def is_causal(seen: Tensor) -> bool:
-    lower = torch.ones_like(seen).tril()
-    return torch.equal(seen, lower) or torch.equal(seen, lower.tril(-1))
 
 
 def order_of_tokens(flow: Flow, op: Operation, steps: int) -> str | None:
-    """Which tokens move when one time step of all inputs is changed, before anything is attended to."""
-    slots = [s for s in flow.inputs if flow.tape.slots[s].shape[1:2] == (steps,)]
-    step, queries = steps // 2, queries_of(flow, op)
-    if queries is None:
-        return None
-    leaves = exchange(flow, slots, 1, step, step - 1)
-    before, after = flow.values([queries]).get(queries), flow.values([queries], leaves).get(queries)
+    """Which tokens move when one time step of all inputs is changed, before anything is attended to: of scores,
+    those that a token has with itself tell."""
+    slots, step = [s for s in flow.inputs if flow.tape.slots[s].shape[1:2] == (steps,)], steps // 2
+    end = op.reads[0]
+    before = flow.values([end]).get(end)
+    after = flow.values([end], exchange(flow, slots, 1, step, step - 1)).get(end)
     if before is None or after is None:
         return None
-    moved = (before != after).movedim(-2, 0).flatten(1).any(1).cpu()  # (…, L, d)
-    numbers, each = torch.arange(len(moved)), len(moved) // steps
-    places = {
-        BY_STEP: torch.div(numbers, each, rounding_mode="floor") == step,
-        BY_STREAM: numbers % steps == step,
-    }
-    return next((name for name, place in places.items() if torch.equal(moved, place)), None)
-
-
-def queries_of(flow: Flow, op: Operation) -> int | None:
-    """What a fused attention reads first; of a softmax, the first factor of the product that made its scores."""
-    if op.name not in SOFTMAXES:
-        return op.reads[0]
-    size = flow.tape.slots[op.reads[0]].shape[-1]
-    slot: int | None = op.reads[0]
-    for _ in range(8):
-        maker = flow.maker(slot) if slot is not None else None
-        if maker is None:
-            return None
-        if maker.name in PRODUCTS:
-            queries = maker.reads[-2]
-            return queries if flow.tape.slots[queries].shape[-2:-1] == (size,) else None
-        square = [s for s in maker.reads if flow.tape.slots[s].shape[-2:] == (size, size)]
-        slot = next((s for s in square if s in flow.tracked), None)
-    return None
+    changed = before != after
+    own = (
+        changed.diagonal(dim1=-2, dim2=-1).movedim(-1, 0) if op.name in SOFTMAXES else changed.movedim(-2, 0)
+    )
+    moved = own.reshape(len(own), -1).any(1).cpu()
+    orders = (
+        order
+        for order in (BY_STEP, BY_STREAM)
+        if torch.equal(moved, times_of(len(moved), steps, order) == step)
+    )
+    return next(orders, None)
 
 
 def judge_tiles(op: Operation, seen: Tensor, steps: int, masked: str, lies: str) -> Verdict:
-    size = len(seen)
-    each, numbers = size // steps, torch.arange(size)
-    time = torch.div(numbers, each, rounding_mode="floor") if lies == BY_STEP else numbers % steps
-    later = time[None, :] > time[:, None]
-    seen = seen.cpu()
-    future, missed = int((seen & later).sum()), int((~seen & (time[None, :] < time[:, None])).sum())
+    size, time = len(seen), times_of(len(seen), steps, lies)
+    each, later = size // steps, time[None, :] > time[:, None]
+    future, missed = int((seen & later).sum()), int((~seen & later.T).sum())
     fix = (
         f"torch.ones({size}, {size}).tril(), or repeat_interleave({each}) of the mask of {steps} steps along both axes"
         if lies == BY_STEP
@@ -333,33 +267,24 @@ def tiling_line(line: Line | None) -> Line | None:
     if line is None:
         return None
     source = read(line.file)
-    calls = [
-        n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
-    ]
-    scopes = {source.scope_of(n) for n in calls if n.func.attr in TRIANGLES}  # type: ignore[attr-defined]
-    tiled = [n for n in calls if n.func.attr in TILES and source.scope_of(n) in scopes]  # type: ignore[attr-defined]
-    if len({source.scope_of(n) for n in tiled}) != 1:
-        return None
-    return Line(line.file, tiled[0].lineno, line.function)
+    calls = [(getattr(n.func, "attr", ""), n) for n in ast.walk(source.tree) if isinstance(n, ast.Call)]
+    scopes = {source.scope_of(n) for name, n in calls if name in TRIANGLES}
+    tiled = [n for name, n in calls if name in TILES and source.scope_of(n) in scopes]
+    alone = len({source.scope_of(n) for n in tiled}) == 1
+    return Line(line.file, tiled[0].lineno, line.function) if alone else None
 
 
 # scores -----------------------------------------------------------------------------------------------------
 
 
-def is_there_a_choice(evidence: Evidence) -> Iterator[Verdict]:
+def is_there_a_choice(evidence: Evidence) -> Verdict | None:
     """The first softmax over keys that leaves no choice, or has none to choose from."""
     flow = evidence.flow
     softmaxes = [op for op in flow.operations if op.name in SOFTMAXES and is_over_keys(evidence, op)][:MOST]
-    if not softmaxes:
-        return
-    values = flow.values([op.reads[0] for op in softmaxes])
-    for judge in (saturated, sees_nothing):
-        for op in softmaxes:
-            scores = values.get(op.reads[0])
-            verdict = judge(evidence, op, scores.double()) if scores is not None else None
-            if verdict is not None:
-                yield verdict
-                return
+    values = flow.values([op.reads[0] for op in softmaxes]) if softmaxes else {}
+    known = [(op, values[op.reads[0]].double()) for op in softmaxes if op.reads[0] in values]
+    said = (judge(evidence, op, scores) for judge in (saturated, sees_nothing) for op, scores in known)
+    return next((verdict for verdict in said if verdict is not None), None)
 
 
 def is_over_keys(evidence: Evidence, op: Operation) -> bool:
@@ -386,7 +311,7 @@ def saturated(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict | No
         "exploding-signal/attention-scores",
         f"{100 * alone:.0f} % of the queries put all their weight on one key: scores have a standard deviation of "
         f"{spread:.3g}, the best is {gap:.3g} ahead of the next (e^{gap:.0f} to one)",
-        where=place_of(op.module, op.line),
+        at=op,
         if_troubled=True,
         confidence="likely",
     )
@@ -401,17 +326,16 @@ def sees_nothing(evidence: Evidence, op: Operation, scores: Tensor) -> Verdict |
     hidden = finite.any(-1) & (most <= MASKED) & (most - least < TOGETHER * most.abs())
     rows = hidden.reshape(-1, hidden.shape[-1])
     for is_pad in padded_batches(evidence).values():
-        if (
-            rows.shape[1] == is_pad.shape[1] and rows.shape[0] % is_pad.shape[0] == 0
-        ):  # padding may see nothing
-            rows = rows & ~is_pad.repeat_interleave(rows.shape[0] // is_pad.shape[0], dim=0)
+        heads, left = divmod(len(rows), len(is_pad))
+        if rows.shape[1] == is_pad.shape[1] and not left:
+            rows = rows & ~is_pad.repeat_interleave(heads, dim=0)  # padding may see nothing
     share = float(rows.double().mean())
     if share < FEW:
         return None
     return confirmed(
         f"{FAMILY}/all-masked-row",
         f"{100 * share:.0f} % of the queries have every key masked: with a finite mask they attend to all keys alike",
-        where=place_of(op.module, op.line),
+        at=op,
         level="warning",
         confidence="likely",
         if_troubled=True,

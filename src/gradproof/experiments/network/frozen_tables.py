@@ -18,8 +18,8 @@ from torch import Tensor
 from gradproof.experiments.verdict import Verdict, confirmed
 from gradproof.instruments.arms import find_handling, gradient_at, steps_within, train
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS
-from gradproof.instruments.update import at_work, named_parameters
+from gradproof.instruments.flow import VIEWS, with_line
+from gradproof.instruments.update import at_work, ids_held, named_parameters
 
 ID, LAST = "param-not-updated/frozen-table", "param-not-updated/frozen-last-layer"
 FIRST = 8  # steps before it is asked
@@ -35,34 +35,27 @@ SIGMAS = 5.0  # a sum of squares of what was drawn is beyond them less than once
 
 
 def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:
-    """Tables frozen by default, or a frozen last layer, that look drawn; thawed, the batch is learned much further.
+    """Tables frozen by default, or a frozen last layer, that look drawn; thawed, the batch is learned much further."""
+    if evidence.step >= FIRST:
+        tables = random_tables(evidence)
+        verdict = of_tables(evidence, tables) if tables else of_last_layer(evidence)
+        yield from () if verdict is None else (verdict,)
 
-    A run whose loss has fallen well without them gets a warning: its table may stand for a trained one.
-    """
-    found = random_tables(evidence) if evidence.step >= FIRST else {}
-    last = "" if found or evidence.step < FIRST else random_last_layer(evidence)
-    if last:
-        yield from frozen_last_layer(evidence, last)
-    if not found:
-        return
-    known = evidence.memory.setdefault("frozen tables", {"tries": 0, "said": None})
-    if known["said"] is None and known["tries"] < TRIES:
-        known["tries"] += 1
-        known["said"] = learn_with_them(evidence, set(found))
-    if known["said"] is None:
-        return
-    named, names = named_parameters(evidence), list(found)
+
+def of_tables(evidence: Evidence, tables: dict[str, dict[str, Any]]) -> Verdict | None:
+    """A run whose loss has fallen well without them gets a warning: its table may stand for a trained one."""
+    said = what_trainings_say(evidence, "frozen tables", list(tables))
+    if said is None:
+        return None
+    named, names = named_parameters(evidence), list(tables)
     share = sum(named[name].numel() for name in names) / sum(p.numel() for p in named.values())
-    left = share_left(evidence)
-    sure = left > STUCK and not any(entry["given"] for entry in found.values())
-    module, line = names[0].rpartition(".")[0] or names[0], found[names[0]]["line"]
-    yield confirmed(
+    sure = share_left(evidence) > STUCK and not any(entry["given"] for entry in tables.values())
+    return confirmed(
         ID,
         f"{', '.join(names[:3])} hold random numbers (one mean, one spread, no column or row like another) and are "
         f"frozen: from_pretrained freezes unless freeze=False is given; that is {100 * share:.0f} % of the model",
-        known["said"],
-        f"after {len(evidence.losses)} steps {100 * left:.0f} % of the first loss are left",
-        where=f"{module} ({line})" if line else module,
+        *said,
+        where=with_line(names[0].rpartition(".")[0] or names[0], tables[names[0]]["line"]),
         fix="Embedding.from_pretrained(table, freeze=False) where the table is an initialisation, and give the "
         "optimizer its weight; freeze=True says that these numbers are wanted",
         level="problem" if sure else "warning",
@@ -71,46 +64,55 @@ def is_a_random_table_frozen(evidence: Evidence) -> Iterator[Verdict]:
     )
 
 
-def random_tables(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """name -> what is known of its making, of tables that are frozen by default and look drawn."""
-    noted = evidence.facts.frozen_by_default
-    tables = {name: p for name, p in named_parameters(evidence).items() if name in noted} if noted else {}
-    frozen = {name: p.detach() for name, p in tables.items() if not p.requires_grad and not p.is_meta}
-    return {name: noted[name] for name, table in frozen.items() if looks_drawn(table)}
-
-
-def random_last_layer(evidence: Evidence) -> str:
-    """The matrix that makes the scores, if it is frozen at random values and an optimizer that steps was given it."""
-    named, flow = named_parameters(evidence), evidence.flow
-    read = [evidence.slot(flow.behind(s, VIEWS)).name for op in flow.layers[-1:] for s in op.reads]
-    given = {id(p) for o in at_work(evidence) for group in o.param_groups for p in group["params"]}
-    for name in read:
-        p = named.get(name)
-        if p is not None and p.dim() == 2 and not p.requires_grad and not p.is_meta and id(p) in given:
-            tall = p.detach() if len(p) >= p.shape[1] else p.detach().mT
-            return name if looks_drawn(tall) else ""
-    return ""
-
-
-def frozen_last_layer(evidence: Evidence, name: str) -> Iterator[Verdict]:
-    known = evidence.memory.setdefault("frozen last layer", {"tries": 0, "said": None})
-    left = share_left(evidence)
-    if known["said"] is None and known["tries"] < TRIES and left > STUCK:
-        known["tries"] += 1
-        known["said"] = learn_with_them(evidence, {name})
-    if known["said"] is None or not left > STUCK:
-        return
-    line = next(iter(evidence.facts.lines.get("requires_grad_", ())), "")
-    yield confirmed(
+def of_last_layer(evidence: Evidence) -> Verdict | None:
+    name = random_last_layer(evidence) if share_left(evidence) > STUCK else ""
+    said = what_trainings_say(evidence, "frozen last layer", [name]) if name else None
+    if said is None:
+        return None
+    return confirmed(
         LAST,
         f"{name}, which makes the scores, holds random numbers and is frozen, though the optimizer was given it",
-        known["said"],
-        f"after {len(evidence.losses)} steps {100 * left:.0f} % of the first loss are left",
-        where=f"{name} ({line})" if line else name,
+        *said,
+        where=with_line(name, next(iter(evidence.facts.lines.get("requires_grad_", ())), "")),
         fix=f"set requires_grad = True for {name}, or load the weights that are to stay",
         confidence="proven",
         lasting=False,
     )
+
+
+def random_tables(evidence: Evidence) -> dict[str, dict[str, Any]]:
+    """name -> what is known of its making, of tables that are frozen by default and look drawn."""
+    noted = evidence.facts.frozen_by_default
+    named = named_parameters(evidence) if noted else {}
+    frozen = {name: p.detach() for name, p in named.items() if name in noted and is_frozen(p)}
+    return {name: noted[name] for name, table in frozen.items() if looks_drawn(table)}
+
+
+def is_frozen(weight: Tensor) -> bool:
+    return not weight.requires_grad and not weight.is_meta
+
+
+def random_last_layer(evidence: Evidence) -> str:
+    """The matrix that makes the scores, if it is frozen at random values and an optimizer that steps was given it."""
+    named, flow, given = named_parameters(evidence), evidence.flow, ids_held(*at_work(evidence))
+    read = [evidence.slot(flow.behind(s, VIEWS)).name for op in flow.layers[-1:] for s in op.reads]
+    known = [(name, named[name]) for name in read if name in named and id(named[name]) in given]
+    tall = {
+        n: p.detach() if len(p) >= p.shape[1] else p.detach().mT
+        for n, p in known
+        if p.dim() == 2 and is_frozen(p)
+    }
+    return next((name for name, weight in tall.items() if looks_drawn(weight)), "")
+
+
+def what_trainings_say(evidence: Evidence, which: str, names: list[str]) -> tuple[str, str] | None:
+    """Of one batch, asked of few: what is not shown by them is not paid for again."""
+    known = evidence.memory.setdefault(which, {"tries": 0, "said": None})
+    if known["said"] is None and known["tries"] < TRIES:
+        known["tries"] += 1
+        known["said"] = learn_with_them(evidence, set(names))
+    left = f"after {len(evidence.losses)} steps {100 * share_left(evidence):.0f} % of the first loss are left"
+    return (known["said"], left) if known["said"] is not None else None
 
 
 def learn_with_them(evidence: Evidence, names: set[str]) -> str | None:

@@ -10,13 +10,12 @@ from torch import Tensor
 from gradproof.experiments.network.samples import ATTENDS
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import place_of
+from gradproof.instruments.flow import SOFTMAXES
 from gradproof.instruments.grids import COMMON, UNHEARD, Grid, find_grids
 from gradproof.instruments.hearing import Confined, along, find_first_spread
 from gradproof.tape.operations import Operation
 
 MIXES_PLACES = {"view", "_unsafe_view", "reshape", "transpose", "permute"}
-SOFTMAXES = {"_softmax", "_safe_softmax"}
 FAMILY = "attention-mask-error"
 DEAF = 1e-9  # of the change of the token's own prediction: what float64 leaves of nothing
 SEVERAL = 3  # texts that lie in one row: a token at the beginning of one has none before it
@@ -32,22 +31,20 @@ def does_it_see_the_future(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
-    heard = []  # of each token that was exchanged
+    heard = []  # of each token that was exchanged: what its own, an earlier and a later prediction hear
     for row, position in places_to_change(grid):
         found = grid.perturb(row, position)
         if found is None:
-            yield undecided(
-                FAMILY, "no token could be exchanged for another, or the prediction could not be replayed"
-            )
+            said = "no token could be exchanged for another, or the prediction could not be replayed"
+            yield undecided(FAMILY, said)
             return
         tokens, change = found
         here, others = change[row], torch.cat([change[:row], change[row + 1 :]])
-        most = float(here.max())
+        most, before, after, elsewhere = map(largest, (here, here[:position], here[position + 1 :], others))
         if not most > 0:
             yield undecided(FAMILY, f"changing token {position} changes no prediction at all")
             return
-        before = float(here[:position].max()) if position else 0.0
-        coupled = len(others) > 0 and float(others.max()) > UNHEARD * most
+        coupled = elsewhere > UNHEARD * most
         if before > UNHEARD * most:
             confined = keeps_to_later_positions(grid, position)
             op = find_first_spread(evidence.flow, {grid.token_slot: tokens}, confined)
@@ -55,28 +52,31 @@ def verdict_on(evidence: Evidence, grid: Grid) -> Iterator[Verdict]:
                 yield sees(evidence, op, position, here)
                 return
         if coupled:  # a question of samples, not of time
-            yield undecided(
-                FAMILY, f"changing token {position} of one sequence changes predictions of others, too"
-            )
+            said = f"changing token {position} of one sequence changes predictions of others, too"
+            yield undecided(FAMILY, said)
             return
-        heard.append((most, before, float(here[position + 1 :].max()) if position + 1 < len(here) else 0.0))
-    most, before = heard[0][0], max(before for _, before, _ in heard)
+        heard.append((most, before, after))
     yield excluded(
-        "attention-mask-error/sees-the-future",
-        f"changing token {position} moves its own prediction by {most:.1e}, earlier ones by at most {before:.1e}",
+        f"{FAMILY}/sees-the-future",
+        f"changing token {position} moves its own prediction by {heard[0][0]:.1e}, earlier ones by at most "
+        f"{max(before for _, before, _ in heard):.1e}",
     )
     if any(after > DEAF * most for most, _, after in heard):  # weights that have blown up may fall deaf later
         evidence.memory["hears what came before"] = True
         return
-    where = next((op for op in evidence.flow.operations if _is_memory(op)), None)
-    if evidence.step >= 3 and where is not None and "hears what came before" not in evidence.memory:
+    memory = next((op for op in evidence.flow.operations if _is_memory(op)), None)
+    if evidence.step >= 3 and memory is not None and "hears what came before" not in evidence.memory:
         yield confirmed(
-            "attention-mask-error/sees-nothing-before",
-            f"changing token {position} changes its own prediction by {most:.2g} and no later one at all: "
+            f"{FAMILY}/sees-nothing-before",
+            f"changing token {position} changes its own prediction by {heard[0][0]:.2g} and no later one at all: "
             "each token is alone",
-            where=place_of(where.module, where.line),
+            at=memory,
             confidence="likely",
         )
+
+
+def largest(change: Tensor) -> float:
+    return float(change.max()) if change.numel() else 0.0
 
 
 def places_to_change(grid: Grid) -> list[tuple[int, int]]:
@@ -92,27 +92,26 @@ def places_to_change(grid: Grid) -> list[tuple[int, int]]:
 
 
 def sees(evidence: Evidence, op: Operation | None, position: int, change: Tensor) -> Verdict:
-    later, earlier = float(change[position:].max()), float(change[:position].max())
+    later, earlier, behind = map(largest, (change[position:], change[:position], change[position + 1 :]))
     line = (
         f"changing token {position} changes predictions before it by {earlier:.2g} "
         f"(its own and later ones by {later:.2g}): the answer can be read off the input"
     )
-    where = place_of(op.module, op.line) if op is not None else None
     if op is not None and (op.name in MIXES_PLACES or _is_wrong_axis(evidence, op)):
         return confirmed(
             f"axis-or-shape-error/{'softmax-axis' if op.name in SOFTMAXES else 'view-for-transpose'}",
             line,
             f"the change reaches earlier positions in {op.name}: it runs over the wrong axis",
-            where=where,
+            at=op,
             fix="transpose back before reshaping, or name the axis of the keys",
             confidence="proven",  # the token was changed
         )
-    only = float(change[position + 1 :].max()) <= UNHEARD * earlier if position + 1 < len(change) else False
+    only = position + 1 < len(change) and behind <= UNHEARD * earlier
     return confirmed(
-        "attention-mask-error/sees-only-the-future" if only else "attention-mask-error/sees-the-future",
+        f"{FAMILY}/sees-only-the-future" if only else f"{FAMILY}/sees-the-future",
         line,
         *([f"it passes to earlier positions in {op.name}"] if op is not None else []),
-        where=where,
+        at=op,
         fix="mask every position behind the query: torch.tril of ones, or is_causal=True",
         confidence="proven",  # the token was changed
     )

@@ -8,7 +8,8 @@ from torch import nn
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import place_of
+from gradproof.instruments.update import held
+from gradproof.tape.operations import Operation
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -22,18 +23,18 @@ def is_it_in_train_mode(evidence: Evidence) -> Iterator[Verdict]:
 
 def left_in_eval(evidence: Evidence) -> Iterator[Verdict]:
     """A part that is trained, and whose dropout or BatchNorm is in eval mode; BatchNorm frozen by itself is no slip."""
-    held = (p for o in evidence.optimizers for g in o.param_groups for p in g["params"])
-    trained = {id(p) for p in held if p.requires_grad and p.grad is not None}  # not those frozen since
+    trained = {
+        id(p) for p in held(evidence) if p.requires_grad and p.grad is not None
+    }  # not those frozen since
     in_eval = 0
     for prefix, root in evidence.models.items():
         for path, part in evaluated_parts(root, prefix):
             affected = [
-                (join(path, name), module) for name, module in part.named_modules() if depends_on_mode(module)
+                (join(path, n), module) for n, module in part.named_modules() if depends_on_mode(module)
             ]
             in_eval += len(affected)
-            if not affected or not any(id(p) in trained for p in weights_beside_norms(part)):
-                continue
-            yield verdict_of(evidence, path, affected)
+            if affected and any(id(p) in trained for p in weights_beside_norms(part)):
+                yield verdict_of(evidence, path, affected)
     known = sum(depends_on_mode(module) for root in evidence.models.values() for module in root.modules())
     if known and not in_eval:
         said = f"all {known} modules whose work depends on it are in train mode"
@@ -83,28 +84,31 @@ def verdict_of(evidence: Evidence, path: str, affected: list[tuple[str, nn.Modul
     )
 
 
-def dropped_too_much(evidence: Evidence) -> Iterator[Verdict]:
+def dropped_too_much(evidence: Evidence) -> Verdict | None:
     """A dropout that keeps a tenth: what was meant as the probability to keep."""
     operations = evidence.tape.operations
-    for operation, following in zip(operations, [*operations[1:], None], strict=True):
-        share = None
-        if operation.name == "native_dropout" and isinstance(operation.args[1], float):
-            share = operation.args[1]
-        elif operation.name == "bernoulli_" and following is not None and following.name == "div_":
-            keep = operation.args[1] if len(operation.args) > 1 else 0.5
-            share = 1 - keep if isinstance(keep, float) and following.args[1] == keep else None
-        if share is None or operation.in_backward is not None:
-            continue
+    for op, following in zip(operations, [*operations[1:], None], strict=True):
+        share = dropped_by(op, following) if op.in_backward is None else 0.0
         if share >= MUCH:
-            yield confirmed(
+            return confirmed(
                 "train-eval-mode-error/keep-probability",
                 f"{100 * share:g} % of the values are dropped: each step trains {100 * (1 - share):g} % of the network",
-                where=place_of(operation.module, operation.line),
+                at=op,
                 fix=f"p is the share that is dropped: {1 - share:.2g} instead of {share:.2g}?",
                 level="problem" if share >= NEARLY_ALL else "warning",
                 confidence="likely",
             )
-            return
+    return None
+
+
+def dropped_by(op: Operation, following: Operation | None) -> float:
+    """By a dropout of PyTorch's, or by a mask that is drawn, and divided by the share that it keeps."""
+    number = op.args[1] if len(op.args) > 1 else None
+    if op.name == "native_dropout" and isinstance(number, float):
+        return number
+    drawn = op.name == "bernoulli_" and following is not None and following.name == "div_"
+    divided = drawn and following is not None and following.args[1] == number
+    return 1 - number if divided and isinstance(number, float) else 0.0
 
 
 def join(prefix: str, name: str) -> str:

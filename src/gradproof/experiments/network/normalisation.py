@@ -1,4 +1,4 @@
-"""Does a normalisation help or hurt? What it averages, its ε against the variance, its statistics, its factors."""
+"""Does a normalisation help or hurt? What it averages, its ε against the variance, its statistics."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, Flow, place_of
+from gradproof.instruments.flow import VIEWS, Flow
+from gradproof.instruments.walk import operands
 from gradproof.tape.operations import Operation, Ref
-
-
-def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
-    looks = (of_torchs_own, of_ones_own_over_the_batch, of_one_value, of_unbounded_factors)
-    yield from causes_of(each(evidence, *looks))
-
 
 # operator -> places of training, momentum and ε among its arguments
 BATCH_NORMS = {
@@ -27,115 +22,68 @@ BATCH_NORMS = {
     "miopen_batch_norm": (5, 6, 7),
     "_batch_norm_with_update": (None, 5, 6),
 }
+LAYER_NORMS = {"native_layer_norm": 4}
+FEW, TWO = 4, 2  # values a channel: of two BatchNorm makes +1 and -1, whatever they are, of four mostly noise
 LARGE_EPS = 1e-3  # a hundred times PyTorch's own: an ε below is hardly ever what is wrong
+MOST_NORMS = 100  # whose ε is held against what comes in: the first ones of a very deep model
 SETTLED = 5  # steps after which they are of some batch
 OF_ONE_BATCH = 0.6  # of running statistics that the last batch brings
 UNLIKE = 0.25  # standard deviations between the means of two batches, and of their variances
 LATE = 90  # steps after which running statistics should have left their start
-LAYER_NORMS = {"native_layer_norm": 4}
+FIXES = {
+    "GroupNorm": "use fewer groups, so that each has several values (GroupNorm(num_groups=4, ...)), or normalise "
+    "before pooling",
+    "LayerNorm": "give LayerNorm the size of the features, or leave it out where there is one feature",
+}
+OWN_FIX = "take mean and variance over the features, an axis with more than one value"
+MOST_NAMES = 3  # in one sentence: more of them say no more
 
 
-def of_torchs_own(evidence: Evidence) -> Iterator[Verdict]:
+def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, of_torchs_own, of_one_value))
+
+
+# PyTorch's own ----------------------------------------------------------------------------------------------
+
+
+def of_torchs_own(evidence: Evidence) -> Verdict | None:
     """Each BatchNorm and LayerNorm of the step, one verdict for the first that hurts."""
     norms = [op for op in evidence.forward if op.grad_enabled and op.name in (*BATCH_NORMS, *LAYER_NORMS)]
-    for operation in norms:
-        if operation.name in BATCH_NORMS:
-            found = judge_batch_norm(evidence, operation)
-            if found is not None:
-                yield found
-                return
-    yield from judge_epsilon(evidence, norms)
+    found = (judge_batch_norm(evidence, op) for op in norms if op.name in BATCH_NORMS)
+    return next(filter(None, found), None) or judge_epsilon(evidence, norms)
 
 
-# what may stand between a tensor and the factor it is rescaled with
-WALK = VIEWS | {
-    "add", "sqrt", "div", "mul", "rsqrt", "reciprocal", "pow", "square", "sub", "neg", "exp", "log",
-}  # fmt: skip
-REDUCES = ("mean", "sum", "linalg_vector_norm", "norm", "var", "std", "amax")
-LIMITS = ("clamp", "clamp_max", "minimum", "tanh", "sigmoid", "hardtanh")
-HUGE_FACTOR = 1e3  # what has shrunk so far is mostly noise, and its gradient grows by as much
-
-
-def of_unbounded_factors(evidence: Evidence) -> Iterator[Verdict]:
-    """A tensor multiplied with a factor made of its own size, that nothing limits, and that has become huge."""
-    flow = evidence.flow
-    for op in flow.operations:
-        refs = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
-        if op.name not in ("mul", "div") or len(refs) != 2 or not set(refs) & flow.tracked:
-            continue
-        for rescaled, factor in (refs, refs[::-1])[: 2 if op.name == "mul" else 1]:
-            if not is_made_of_its_size(flow, rescaled, factor):
-                continue
-            value = flow.values([factor]).get(factor)
-            if value is None or not value.numel():
-                continue
-            sizes = value.double().abs()
-            largest = float(sizes.max() if op.name == "mul" else 1 / sizes.min().clamp_min(1e-300))
-            if largest > HUGE_FACTOR:
-                yield confirmed(
-                    "normalization-error/unbounded-rescale",
-                    f"a tensor is rescaled by its own size, by up to {largest:.3g} times: where it is nearly zero, "
-                    "noise becomes signal and the gradient grows by the same factor",
-                    where=place_of(op.module, op.line),
-                    if_troubled=True,
-                    confidence="likely",
-                    lasting=False,
-                )
-                return
-
-
-def is_made_of_its_size(flow: Flow, tensor: int, factor: int) -> bool:
-    """Whether a factor comes from a reduction of the tensor it is applied to, with no limit on the way."""
-    source = flow.behind(tensor, VIEWS)
-    waiting: list[tuple[int, bool]] = [(factor, False)]
-    seen: set[int] = set()
-    while waiting and len(seen) < 24:
-        slot, reduced = waiting.pop()
-        if slot in seen:
-            continue
-        seen.add(slot)
-        if reduced and flow.behind(slot, VIEWS) == source:
-            return True
-        maker = flow.maker(slot)
-        if maker is None or maker.name in LIMITS or not (maker.name in WALK or maker.name in REDUCES):
-            continue
-        waiting += [(read, reduced or maker.name in REDUCES) for read in maker.reads]
-    return False
-
-
-def judge_batch_norm(evidence: Evidence, operation: Operation) -> Verdict | None:
-    training, momentum, _ = (argument(operation, place) for place in BATCH_NORMS[operation.name])
+def judge_batch_norm(evidence: Evidence, op: Operation) -> Verdict | None:
+    training, momentum, _ = (argument(op, place) for place in BATCH_NORMS[op.name])
     if training is False:
         return None
-    where = place_of(operation.module, operation.line)
-    if momentum == 0 and len(operation.args) > 3 and isinstance(operation.args[3], Ref):
+    if momentum == 0 and len(op.args) > 3 and isinstance(op.args[3], Ref):
         return confirmed(
             "normalization-error/running-statistics-never-move",
             "BatchNorm has momentum 0: its running statistics stay at 0 and 1, and eval mode uses those",
-            where=where,
+            at=op,
             confidence="proven",  # what the operation was given
         )
-    slow = judge_momentum(evidence, operation, momentum)
-    if slow is not None:
-        return slow
-    shape = evidence.slot(operation.reads[0]).shape
-    values = 1
-    for place, size in enumerate(shape):
-        values *= size if place != 1 else 1
-    if values <= 4:
+    shape = evidence.slot(op.reads[0]).shape
+    values = math.prod(shape[:1] + shape[2:])
+    return judge_momentum(evidence, op, momentum) or judge_count(evidence, op, shape[0], values)
+
+
+def judge_count(evidence: Evidence, op: Operation, samples: int, values: int) -> Verdict | None:
+    if values <= FEW:
         return confirmed(
             "normalization-error/tiny-batch",
             f"BatchNorm takes mean and variance of {values} values a channel: what it puts out is mostly noise",
-            where=where,
-            if_troubled=values > 2,
-            confidence="proven" if values <= 2 else "likely",  # of two it makes +1 and -1, whatever they are
+            at=op,
+            if_troubled=values > TWO,
+            confidence="proven" if values <= TWO else "likely",
         )
-    if shape[0] == 1 and not is_instance_norm(evidence, operation):
+    if samples == 1 and not is_instance_norm(evidence, op):
         return confirmed(
             "normalization-error/one-sample",
             f"BatchNorm sees one sample at a time, {values} values a channel: it takes away what makes samples "
             "differ in level, and eval mode, which uses the statistics of many, is another network",
-            where=where,
+            at=op,
             level="warning",
             confidence="likely",
         )
@@ -151,40 +99,36 @@ def is_instance_norm(evidence: Evidence, operation: Operation) -> bool:
     return before[0] > 1 and before[0] * before[1] == after[1]
 
 
-def judge_momentum(evidence: Evidence, operation: Operation, momentum: Any) -> Verdict | None:
+def judge_momentum(evidence: Evidence, op: Operation, momentum: Any) -> Verdict | None:
     """Running statistics that are mostly what they started as, or those of one batch, and far from this batch's."""
     if not isinstance(momentum, float):
         return None
     left = (1 - momentum) ** (evidence.step + 1)
     late, hasty = evidence.step >= LATE and left > 0.5, evidence.step >= SETTLED and momentum > OF_ONE_BATCH
-    apart = apart_from_the_batch(evidence, operation) if late or hasty else None
+    apart = apart_from_the_batch(evidence, op) if late or hasty else None
     if apart is None:
         return None
     shift, ratio = apart
     numbers = f"of a typical channel the mean is {shift:.2g} standard deviations off, the variance {ratio:.2g} times"
-    where = place_of(operation.module, operation.line)
-    fix = f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}"
     if late and (shift >= 1 or ratio >= 2):
-        return confirmed(
-            "normalization-error/running-statistics-lag",
-            f"BatchNorm has momentum {momentum:g}: after {evidence.step + 1} steps {100 * left:.0f} % of its running "
-            "statistics are still what they started as, and eval mode uses those",
-            numbers,
-            where=where,
-            fix=fix,
-            confidence="likely",
-        )
-    if hasty and (shift > UNLIKE or ratio > 1 + UNLIKE):
-        return confirmed(
-            "normalization-error/running-statistics-of-one-batch",
-            f"BatchNorm has momentum {momentum:g}: {100 * momentum:.0f} % of its running statistics are those of the "
-            "last batch alone, and eval mode uses those, though one batch is not like the next",
-            f"against the statistics that the batch before has left, {numbers}",
-            where=where,
-            fix=fix,
-            confidence="likely",
-        )
-    return None
+        what = "running-statistics-lag"
+        said = f"after {evidence.step + 1} steps {100 * left:.0f} % of its running statistics are still what they "
+        said += "started as, and eval mode uses those"
+    elif hasty and (shift > UNLIKE or ratio > 1 + UNLIKE):
+        what = "running-statistics-of-one-batch"
+        said = f"{100 * momentum:.0f} % of its running statistics are those of the last batch alone, and eval mode "
+        said += "uses those, though one batch is not like the next"
+        numbers = f"against the statistics that the batch before has left, {numbers}"
+    else:
+        return None
+    return confirmed(
+        f"normalization-error/{what}",
+        f"BatchNorm has momentum {momentum:g}: {said}",
+        numbers,
+        at=op,
+        fix=f"momentum is the share of the new batch: use momentum=0.1, not {momentum:g}",
+        confidence="likely",
+    )
 
 
 def apart_from_the_batch(evidence: Evidence, operation: Operation) -> tuple[float, float] | None:
@@ -204,25 +148,24 @@ def apart_from_the_batch(evidence: Evidence, operation: Operation) -> tuple[floa
     return float(shift), float(ratio)
 
 
-def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Iterator[Verdict]:
+def judge_epsilon(evidence: Evidence, norms: list[Operation]) -> Verdict | None:
     """A variance below ε is not brought to one: the layer shrinks what it should normalise."""
-    values = evidence.values([op.reads[0] for op in norms][:100])
-    for operation in norms:
-        value = values.get(operation.reads[0])
-        place = LAYER_NORMS.get(operation.name) or BATCH_NORMS[operation.name][2]
-        eps = argument(operation, place)
+    values = evidence.values([op.reads[0] for op in norms][:MOST_NORMS])
+    for op in norms:
+        value = values.get(op.reads[0])
+        eps = argument(op, LAYER_NORMS.get(op.name) or BATCH_NORMS[op.name][2])
         if value is None or not isinstance(eps, float):
             continue
-        variance = float(variances(operation, value.float()).median())
+        variance = float(variances(op, value.float()).median())
         if eps >= LARGE_EPS and variance < eps:
-            yield confirmed(
+            return confirmed(
                 "normalization-error/eps",
                 f"ε = {eps:g} is larger than the variance {variance:.2g} of what comes in: "
                 f"it leaves with a standard deviation of {(variance / (variance + eps)) ** 0.5:.2g}, not 1",
-                where=place_of(operation.module, operation.line),
+                at=op,
                 confidence="likely",
             )
-            return
+    return None
 
 
 def variances(operation: Operation, value: Tensor) -> Tensor:
@@ -236,92 +179,28 @@ def argument(operation: Operation, place: int | None) -> Any:
     return operation.args[place] if place is not None and place < len(operation.args) else None
 
 
-# written by hand, over the batch ----------------------------------------------------------------------------
-
-SPREADS = ("var", "std", "var_mean", "std_mean")
-
-
-def of_ones_own_over_the_batch(evidence: Evidence) -> Iterator[Verdict]:
-    """x less its mean over axis 0, scaled by parameters of the same module, which keeps no running statistics.
-
-    With running statistics it would be a BatchNorm; without, what a sample becomes depends on its company,
-    in evaluation, too, and a sample alone becomes zero.
-    """
-    trained = {slot.index for slot in evidence.tape.parameters}
-    for operation in evidence.forward:
-        maker = evidence.maker(operation.reads[1]) if is_difference(operation) else None
-        if maker is None or maker.name != "mean" or maker.module != operation.module:
-            continue
-        shape = evidence.slot(operation.reads[0]).shape
-        if maker.reads[0] != operation.reads[0] or not is_over_batch(maker) or len(shape) < 2:
-            continue
-        inside = [op for op in evidence.forward if op.module == operation.module]
-        scaled = any(op.name in ("mul", "addcmul") and trained & set(op.reads) for op in inside)
-        spread = any(op.name in SPREADS and is_over_batch(op) for op in inside)
-        if scaled and spread and not keeps_statistics(evidence, operation.module):
-            yield confirmed(
-                "normalization-error/over-the-batch",
-                f"mean and variance of {list(shape)} are taken over axis 0, the {shape[0]} samples: what one sample "
-                "becomes depends on the others, and there are no running statistics for evaluation",
-                where=place_of(operation.module, maker.line),
-                confidence="likely",
-            )
-            return
-
-
-def is_difference(operation: Operation) -> bool:
-    return bool(operation.module) and operation.name == "sub" and len(operation.reads) == 2
-
-
-def is_over_batch(operation: Operation) -> bool:
-    return len(operation.args) > 1 and operation.args[1] in ([0], (0,))
-
-
-def keeps_statistics(evidence: Evidence, path: str) -> bool:
-    """Whether a module of that path has a buffer of numbers; unknown modules are given the benefit of the doubt."""
-    for model in evidence.models.values():
-        module: nn.Module | None = dict(model.named_modules()).get(path)
-        if module is not None:
-            return any(buffer.is_floating_point() for buffer in module.buffers())
-    return True
-
-
 # of one value -----------------------------------------------------------------------------------------------
 
-FIXES = {
-    "GroupNorm": "use fewer groups, so that each has several values (GroupNorm(num_groups=4, ...)), or normalise "
-    "before pooling",
-    "LayerNorm": "give LayerNorm the size of the features, or leave it out where there is one feature",
-}
-OWN_FIX = "take mean and variance over the features, an axis with more than one value"
-MOST_NAMES = 3  # in one sentence: more of them say no more
 
-
-def of_one_value(evidence: Evidence) -> Iterator[Verdict]:
+def of_one_value(evidence: Evidence) -> Verdict | None:
     """A normalisation with one value for each mean and variance; a problem where something can only pass through it."""
     flow = evidence.flow
     for op in flow.operations:
         kind = single_value_norm(flow, op)
-        if kind is None or not set(flow.makes(op)) & flow.tracked:
+        if kind is None or flow.tracked.isdisjoint(flow.makes(op)):
             continue
-        shape = list(evidence.slot(flow.reads(op)[0]).shape)
-        lines = [
-            f"{kind} of {shape} takes each mean and variance of one value: what it puts out is a constant"
-        ]
-        cut = what_is_cut_off(flow, op)
-        if cut:
-            lines.append(
-                f"{names(evidence, cut)} reach the loss through it only, and have no influence on it"
-            )
-        yield confirmed(
+        shape, cut = list(evidence.slot(flow.reads(op)[0]).shape), what_is_cut_off(flow, op)
+        passed = f"{names(evidence, cut)} reach the loss through it only, and have no influence on it"
+        return confirmed(
             "normalization-error/one-value",
-            *lines,
-            where=place_of(op.module, op.line),
+            f"{kind} of {shape} takes each mean and variance of one value: what it puts out is a constant",
+            *([passed] if cut else []),
+            at=op,
             fix=FIXES.get(kind, OWN_FIX),
             if_troubled=not cut,
             confidence="proven",  # a value less itself
         )
-        return
+    return None
 
 
 def single_value_norm(flow: Flow, op: Operation) -> str | None:
@@ -336,7 +215,7 @@ def single_value_norm(flow: Flow, op: Operation) -> str | None:
 
 def is_own_norm_of_one(flow: Flow, scaling: Operation) -> bool:
     """x - x.mean(axis), divided by or multiplied with something that is made of x; the axis has length one."""
-    pair = [arg.slot for arg in scaling.args[:2] if isinstance(arg, Ref)]
+    pair = operands(scaling)
     for difference, scale in (pair, pair[::-1]) if len(pair) == 2 else ():
         source = less_its_own_mean_of_one(flow, flow.maker(difference))
         if source is not None and source not in flow.weights and source in flow.ancestors(scale):
@@ -346,11 +225,7 @@ def is_own_norm_of_one(flow: Flow, scaling: Operation) -> bool:
 
 def less_its_own_mean_of_one(flow: Flow, op: Operation | None) -> int | None:
     """The tensor that has its mean over an axis of length one (not the batch) taken away, and is zero after that."""
-    pair = (
-        [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)]
-        if op is not None and op.name == "sub"
-        else []
-    )
+    pair = operands(op) if op is not None and op.name == "sub" else []
     mean = flow.maker(pair[1]) if len(pair) == 2 else None
     if mean is None or mean.name != "mean" or flow.reads(mean) != pair[:1] or len(mean.args) < 2:
         return None

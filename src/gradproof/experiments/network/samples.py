@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ from gradproof.instruments.hearing import (
     along,
     exchange,
     find_first_spread,
-    has_changed,
     how_far,
     outcome,
     predictions_of,
+    who_moves,
 )  # fmt: skip
 from gradproof.instruments.rows import chain_behind
+from gradproof.instruments.walk import behind
 from gradproof.tape.operations import ModuleCall, Operation
 from gradproof.tape.operators import FUSED_ATTENTION
 from gradproof.tape.replay import Player
@@ -61,30 +63,29 @@ LOUD = 0.25  # of the largest change: what a batch norm carries to other samples
 
 def are_samples_independent(evidence: Evidence) -> Iterator[Verdict]:
     """Who else moves when one sample is exchanged; and whether what moves is compared with that sample's targets."""
-    yield from causes_of(
-        each(evidence, do_rows_come_back, do_others_move, lambda evidence: do_the_rows_meet(evidence.flow))
-    )
+    yield from causes_of(each(evidence, do_rows_come_back, do_others_move, do_the_rows_meet))
 
 
 # who else moves ---------------------------------------------------------------------------------------------
 
 
-def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
+def do_others_move(evidence: Evidence) -> Verdict | None:
     """BatchNorm and losses over pairs couple samples by design; a softmax over the batch is a mistake."""
     flow, statistics, orders = evidence.flow, Statistics(evidence.flow), HeldOrders(evidence.flow)
     predictions = predictions_of(flow)
     if not predictions:
-        return
+        return None
     if statistics.out_of_reach:
-        said = "BatchNorm's statistics come from elsewhere: by them each sample hears all others"
-        yield undecided(FAMILY, said)
-        return
+        return undecided(
+            FAMILY, "BatchNorm's statistics come from elsewhere: by them each sample hears all others"
+        )
 
     def held(player: Player, op: Operation) -> None:
         statistics.put_back(player, op)
         orders.put_back(player, op)
 
-    coupled = []
+    said = "no sample could be exchanged for another: fewer than 4, all alike, or no axis that is the batch's"
+    coupled = None
     for axis in likely_axes(evidence, predictions[0]):
         slots = alike_along(flow, axis)
         count = evidence.slot(slots[0]).shape[axis] if slots else 0
@@ -92,9 +93,7 @@ def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
         if not leaves:
             continue
         confined = keeps_to_one_sample(count)
-        before = outcome(flow, predictions, look=statistics.keep)
-        after = outcome(flow, predictions, leaves, held)
-        changed = [has_changed(before[s], after[s]) for s in predictions if s in before and s in after]
+        changed = who_moves(flow, predictions, leaves, statistics.keep, held).values()
         kept = [confined(change) for change in changed]
         if not kept or None in kept:
             continue
@@ -102,59 +101,52 @@ def do_others_move(evidence: Evidence) -> Iterator[Verdict]:
         heard = any(bool(change.any()) for change in changed)
         if all(kept) and heard:
             text = f"changing one of {count} samples changes no prediction for another{statistics.held}"
-            yield excluded(f"{FAMILY}/coupled-samples", text)
-            return
-        coupled.append((leaves, confined, count, heard))
-    if coupled:
-        leaves, confined, count, heard = coupled[0]
+            return excluded(f"{FAMILY}/coupled-samples", text)
+        coupled = coupled or (leaves, confined, count, heard)
+    if coupled is not None:
+        leaves, confined, count, heard = coupled
         op = find_first_spread(flow, leaves, confined, held)
         if op is not None:
-            yield from judge_coupling(evidence, op, count, heard)
-        else:
-            yield undecided(
-                FAMILY, f"changing one of {count} samples changes no prediction at all, not its own either"
-            )
-    else:
-        said = "no sample could be exchanged for another: fewer than 4, all alike, or no axis that is the batch's"
-        yield undecided(FAMILY, said)
+            return judge_coupling(evidence, op, count, heard)
+        said = f"changing one of {count} samples changes no prediction at all, not its own either"
+    return undecided(FAMILY, said)
 
 
-def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -> Iterator[Verdict]:
+def judge_coupling(evidence: Evidence, op: Operation, count: int, heard: bool) -> Verdict | None:
     what = "the predictions for" if heard else "no prediction, not even its own, but what is made of"
     call = next((call for call in evidence.tape.modules if (call.path or call.kind) == op.module), None)
     kind = call.kind if call is not None else ""
     line = f"changing one of {count} samples changes {what} the others, first through {op.name}"
-    guilty = (
-        op if op.name in BY_MISTAKE else _reduction_behind(evidence.flow, op) if op.name in WALK else None
-    )
+    guilty = op if op.name in BY_MISTAKE else _norm_behind(evidence.flow, op)
     if kind in RECURRENT or kind in ATTENTION or "rnn" in op.name or "lstm" in op.name:
         if any(other.name == "_pack_padded_sequence" for other in evidence.forward):
-            return  # time steps of all samples lie in one column
+            return None  # time steps of all samples lie in one column
         series = is_one_sequence(evidence, call) or not is_told_from_time(evidence, call)
-        yield confirmed(
+        return confirmed(
             f"{FAMILY}/batch-first",
             line,
             f"{kind or op.name} takes the axis of the batch for that of time",
-            where=place_of(op.module, op.line),
+            at=op,
             level="note" if series else "problem",
             confidence="possible" if series else "proven",
         )
-    elif guilty is not None:
-        yield confirmed(
+    if guilty is not None:
+        return confirmed(
             f"{FAMILY}/{BY_MISTAKE[guilty.name]}",
             line if guilty is op else f"{line}, made by {guilty.name}",
-            where=place_of(guilty.module, guilty.line),
+            at=guilty,
             fix=PERMUTE if "view" in guilty.name else NAME_THE_AXIS,
             confidence="proven",  # a sample was changed
         )
-    elif op.name in ATTENDS and next_token_grid(evidence) is not None:
-        yield confirmed(
+    if op.name in ATTENDS and next_token_grid(evidence) is not None:
+        return confirmed(
             f"{FAMILY}/coupled-samples",
             line,
             "the samples are texts, and each token attends to those of all texts of the batch",
-            where=place_of(op.module, op.line),
+            at=op,
             confidence="proven",  # a sample was changed
         )
+    return None
 
 
 def is_one_sequence(evidence: Evidence, call: ModuleCall | None) -> bool:
@@ -186,16 +178,14 @@ def roughness(x: Tensor, axis: int) -> float:
     return float(near / any_two) if float(any_two) else 1.0
 
 
-def _reduction_behind(flow: Flow, op: Operation) -> Operation | None:
-    """The norm or softmax whose result an elementwise operation spreads; None when it is a mean or a variance."""
-    waiting, seen = list(op.reads), 0
-    while waiting and seen < WALKED:
-        seen += 1
-        maker = flow.maker(waiting.pop(0))
-        if maker is not None and maker.name in ("linalg_vector_norm", "norm"):
-            return maker
-        waiting += maker.reads if maker is not None and maker.name in WALK else ()
-    return None
+def _norm_behind(flow: Flow, op: Operation) -> Operation | None:
+    """The norm whose result an elementwise operation spreads; None when it is a mean or a variance."""
+
+    def onwards(maker: Operation) -> list[int]:
+        return maker.reads if maker.name in WALK else []
+
+    makers = islice(behind(flow, onwards(op), onwards), WALKED)
+    return next((maker for maker in makers if maker.name in ("linalg_vector_norm", "norm")), None)
 
 
 def next_token_grid(evidence: Evidence) -> Grid | None:
@@ -239,11 +229,9 @@ def do_rows_come_back(evidence: Evidence) -> Verdict | None:
     if sample is None or not predictions or evidence.slot(predictions[0]).shape[:1] != (count,):
         return None
     leaves = exchange(flow, slots, 0, sample, (sample + count // 2) % count)
-    found = []
-    for look in (held.put_back, held.put_back_by_the_inverse):
-        before, after = (outcome(flow, predictions, each, look) for each in ({}, leaves))
-        changed = [has_changed(before[s], after[s]) for s in predictions if s in before and s in after]
-        found += [along(change, [0]).nonzero().flatten().tolist() for change in changed]
+    ways = (held.put_back, held.put_back_by_the_inverse)
+    moved = [change for way in ways for change in who_moves(flow, predictions, leaves, way, way).values()]
+    found = [along(change, [0]).nonzero().flatten().tolist() for change in moved]
     if len(found) < 2 or found[0] == [sample] or found[1] != [sample]:
         return None
     op = flow.tape.operations[min(held.again)]
@@ -252,7 +240,7 @@ def do_rows_come_back(evidence: Evidence) -> Verdict | None:
         f"exchanging sample {sample} of {count} moves the predictions of {', '.join(map(str, found[0][:4]))}; with the "
         f"inverse of the order in {op.name}, its own alone",
         "rows that were sorted are put back by the order itself: at the places of others",
-        where=place_of(op.module, op.line),
+        at=op,
         fix="put them back by the inverse: out[order.argsort()], or back[order] = out",
         confidence="proven",  # a sample was changed, with the order and with its inverse
     )
@@ -271,16 +259,14 @@ class Pairing:
     count: int
 
 
-def do_the_rows_meet(flow: Flow) -> Iterator[Verdict]:
+def do_the_rows_meet(evidence: Evidence) -> Verdict | None:
     """Rows that a sample moves must be the rows at which its own targets stand."""
+    flow = evidence.flow
     by_hand = [c for c in flow.picked if c.operation.name == "gather" and c.axis == 1]
     by_hand = [c for c in by_hand if len(flow.tape.slots[c.prediction].shape) == 2]
-    for comparison in [*flow.comparisons, *by_hand][:2]:
-        for pairing in list(pairings(flow, comparison))[:2]:
-            verdict = judge_rows(flow, comparison, pairing)
-            if verdict is not None:
-                yield verdict
-                return
+    compared = [*flow.comparisons, *by_hand][:2]
+    said = (judge_rows(flow, c, pairing) for c in compared for pairing in islice(pairings(flow, c), 2))
+    return next(filter(None, said), None)
 
 
 def pairings(flow: Flow, comparison: Comparison) -> Iterator[Pairing]:
@@ -353,9 +339,8 @@ def rows_of_target(flow: Flow, comparison: Comparison, pairing: Pairing, sample:
     part = value.select(pairing.origin_axis, sample)
     part.copy_(~part if part.dtype == torch.bool else part + 1)
     after = flow.values([comparison.target], {pairing.origin: value}) | {pairing.origin: value}
-    return (
-        as_rows(after[comparison.target] != before[comparison.target]) if comparison.target in after else None
-    )
+    end = comparison.target
+    return as_rows(after[end] != before[end]) if end in after else None
 
 
 def rows_that_move(

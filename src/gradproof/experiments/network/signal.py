@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -16,17 +16,15 @@ from gradproof.experiments.network.initial import EARLY, place_of_start
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded, undecided
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import place_of
+from gradproof.instruments.walk import ahead, anything
+from gradproof.instruments.weights import pull
 from gradproof.tape.execute import CannotReplay
 from gradproof.tape.gain import Gain, measure_gains
 from gradproof.tape.operations import ModuleCall
 from gradproof.tape.replay import Replay, differentiate
 
-
-def where_does_the_signal_go(evidence: Evidence) -> Iterator[Verdict]:
-    yield from causes_of(each(evidence, along_chains, from_beginning_to_end))
-
-
 FEWEST_BLOCKS, FEWEST_TIMES = 4, 6  # of fewer, one odd link makes the trend
+MOST_CHAINS = 4  # that are followed, the outermost first
 GROWS = 1e2  # forward, from the first block to the last
 EXPLODES = 1e3  # backward, from the last block to the first
 DIES = 1e-6  # either way: beside what did not fade, float32 hardly sees the rest
@@ -40,7 +38,16 @@ MOST_LINKS = 64  # each is kept with its gradient: of a long chain, as many show
 MULTIPLIES = 1e4
 TINY = 1e-10  # of an input: what it becomes must stay small in float64
 MOST_SUSPECTS = 3  # each is replayed twice in float64
+RESOLUTION = 1e-7  # of float32
 HOW = {"blocks": "depth", "time steps": "time"}
+RECURRENT = ("rnn", "lstm", "gru")
+
+
+def where_does_the_signal_go(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, along_chains, from_beginning_to_end))
+
+
+# along blocks and time steps --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,23 +73,19 @@ def along_chains(evidence: Evidence) -> Iterator[Verdict]:
     slots = [slot for chain in chains for slot in chain.slots]
     found = differentiate(evidence.tape, keep=slots, gradients_at=slots)
     known = [chain for chain in chains if len(sizes(chain.slots, found.values)) > 1]
-    for chain in known:
-        verdict = judge(evidence, chain, found)
-        if verdict is not None:
-            yield verdict
-            return
+    odd = next(filter(None, (judge(evidence, chain, found) for chain in known)), None)
+    if odd is not None:
+        yield odd
+        return
     if not known:
         yield undecided("vanishing-signal", "the outputs of the blocks could not be replayed")
-        return
     for how, chain in {HOW[chain.kind]: chain for chain in known[::-1]}.items():
         forward = sizes(chain.slots, found.values)
         if not all(map(math.isfinite, forward)):
             yield undecided("exploding-signal", f"the outputs of {chain.name} are not finite at this step")
             continue
-        said = f"along {len(chain.slots)} {chain.kind} of {chain.name} "
-        said += f"the signal goes from {forward[0]:.2g} to {forward[-1]:.2g}"
-        yield excluded(f"exploding-signal/{how}", said)
-        yield excluded(f"vanishing-signal/{how}", said)
+        yield excluded(f"exploding-signal/{how}", say_sizes(chain, forward))
+        yield excluded(f"vanishing-signal/{how}", say_sizes(chain, forward))
 
 
 def find_chains(evidence: Evidence) -> list[Chain]:
@@ -90,96 +93,77 @@ def find_chains(evidence: Evidence) -> list[Chain]:
     stacks: dict[str, dict[str, int]] = {}
     calls: dict[str, list[int]] = {}
     for call in evidence.tape.modules:
-        if not call.outputs or not evidence.slot(call.outputs[0]).dtype.is_floating_point:
-            continue
-        if not evidence.slot(call.outputs[0]).followed:
+        made = evidence.slot(call.outputs[0]) if call.outputs else None
+        if made is None or not made.dtype.is_floating_point or not made.followed:
             continue  # a validation between two steps
-        calls.setdefault(call.path, []).append(call.outputs[0])
+        calls.setdefault(call.path, []).append(made.index)
         if re.search(r"\d", call.path):  # blocks.0, blocks.1, …, or fc1, fc2, …
             name = re.sub(r"\d+", "*", call.path)
-            stacks.setdefault(f"{name}:{call.kind}", {}).setdefault(call.path, call.outputs[0])
+            stacks.setdefault(f"{name}:{call.kind}", {}).setdefault(call.path, made.index)
     chains = []
     for name, links in stacks.items():
-        slots = tuple(links.values())
-        if len(links) >= FEWEST_BLOCKS and slots[-1] in reached_from(evidence, slots[0]):
-            first = next(iter(links))
-            title = (
-                name.split(":")[0].removesuffix(".*").replace("*", f"{first} and its like", name[0] == "*")
-            )
-            chains.append(thin(Chain(title, "blocks", tuple(links), slots)))
-    for path, found in sorted(calls.items(), key=lambda item: item[0].count(".")):
-        if len(found) >= FEWEST_TIMES and found[-1] in reached_from(evidence, found[0]):
-            chains.append(thin(Chain(path, "time steps", (path,) * len(found), tuple(found))))
-    return chains[:4]
+        first, title = next(iter(links)), name.split(":")[0].removesuffix(".*")
+        title = title.replace("*", f"{first} and its like", name[0] == "*")
+        if len(links) >= FEWEST_BLOCKS:
+            chains.append(Chain(title, "blocks", tuple(links), tuple(links.values())))
+    for path, slots in sorted(calls.items(), key=lambda item: item[0].count(".")):
+        if len(slots) >= FEWEST_TIMES:
+            chains.append(Chain(path, "time steps", (path,) * len(slots), tuple(slots)))
+    return [thin(chain) for chain in chains if leads_on(evidence, chain)][:MOST_CHAINS]
 
 
-def reached_from(evidence: Evidence, slot: int) -> set[int]:
-    """Everything that depends on a slot."""
-    reach = {slot}
-    for operation in evidence.forward:
-        if not reach.isdisjoint(operation.reads):
-            reach.update((*operation.makes, *operation.writes))
-    return reach
+def leads_on(evidence: Evidence, chain: Chain) -> bool:
+    """Whether what its first link makes comes to its last."""
+    reached = ahead(evidence.flow, chain.slots[:1], anything)
+    return any(chain.slots[-1] in (*op.makes, *op.writes) for op in reached)
 
 
 def thin(chain: Chain) -> Chain:
     """At most so many links, evenly spread, the first and the last among them."""
-    count = len(chain.slots)
-    if count <= MOST_LINKS:
-        return chain
-    places = [round(i * (count - 1) / (MOST_LINKS - 1)) for i in range(MOST_LINKS)]
-    return Chain(
-        chain.name, chain.kind, tuple(chain.paths[i] for i in places), tuple(chain.slots[i] for i in places)
-    )
+    last, most = len(chain.slots) - 1, MOST_LINKS - 1
+    places = range(last + 1) if last <= most else [round(i * last / most) for i in range(MOST_LINKS)]
+    paths, slots = tuple(chain.paths[i] for i in places), tuple(chain.slots[i] for i in places)
+    return replace(chain, paths=paths, slots=slots)
+
+
+def say_sizes(chain: Chain, forward: list[float]) -> str:
+    said = f"along {len(chain.slots)} {chain.kind} of {chain.name} "
+    return f"{said}the signal goes from {forward[0]:.2g} to {forward[-1]:.2g}"
 
 
 def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
-    forward = sizes(chain.slots, found.values)
-    backward = sizes(chain.slots, found.slot_gradients)
-    if len(forward) < 2:
-        return None
+    forward, backward = (sizes(chain.slots, values) for values in (found.values, found.slot_gradients))
     steps = len(chain.slots) - 1
     growth = forward[-1] / forward[0] if forward[0] > 0 else math.nan
     # exactly nothing is a gate that is shut, or units that are off; what dies out leaves a trail that grows smaller
     trail = [size for size in backward if size > 0]
     flow = trail[0] / trail[-1] if len(trail) > 1 and backward[-1] > 0 else math.nan
-    numbers = f"along {len(chain.slots)} {chain.kind} of {chain.name} "
-    numbers += f"the signal goes from {forward[0]:.2g} to {forward[-1]:.2g}"
+    blocks = chain.kind == "blocks"
+    fades = blocks and max(growth, flow) < min(FADES, PART**steps)
+    if growth > GROWS or flow > EXPLODES:
+        what, gain, place = "exploding", max(x for x in (growth, flow) if x == x), worst_link(chain, forward)
+        troubled = not (growth > 10 * GROWS and flow > EXPLODES)  # both at once is no matter of scale
+    elif flow < DIES or growth < DIES or fades:
+        what, gain, place = "vanishing", min(x for x in (growth, flow) if x == x), chain.name
+        # what begins late is what training did to it: steps that were too long, units that died
+        troubled = not blocks or not flow < LOST or evidence.step > EARLY
+    else:
+        return None
+    numbers = say_sizes(chain, forward)
     if len(backward) > 1:
         numbers += f", its gradient from {backward[-1]:.2g} at the end to {backward[0]:.2g} at the beginning"
-    how = HOW[chain.kind]
-    link = chain.kind.removesuffix("s")
-    if growth > GROWS or flow > EXPLODES or growth == math.inf:
-        pushed = what_arrives_of_a_push(evidence, chain.slots[0], chain.slots[-1])
-        by_scale = not (growth > 10 * GROWS and flow > EXPLODES)  # both at once is no matter of scale
-        gain = max(x for x in (growth, flow) if x == x) ** (1 / steps)
-        return confirmed(
-            f"exploding-signal/{how}",
-            numbers,
-            f"a factor of {gain:.3g} a {link}",
-            *say_push(pushed),
-            where=place_in(evidence, chain, worst_link(chain, forward)),
-            if_troubled=by_scale,
-            confidence="proven" if pushed > GROWS else "likely",
-            lasting=False,
-        )
-    fades = chain.kind == "blocks" and max(growth, flow) < min(FADES, PART**steps)
-    if flow < DIES or growth < DIES or fades:
-        pushed = what_arrives_of_a_push(evidence, chain.slots[0], chain.slots[-1])
-        # what begins late is what training did to it: steps that were too long, units that died
-        in_training = chain.kind != "blocks" or not flow < LOST or evidence.step > EARLY
-        gain = min(x for x in (growth, flow) if x == x) ** (1 / steps)
-        return confirmed(
-            f"vanishing-signal/{how}",
-            numbers,
-            f"a factor of {gain:.3g} a {link}",
-            *say_push(pushed),
-            where=place_in(evidence, chain, chain.name),
-            if_troubled=in_training,
-            confidence="proven" if pushed < UNHEARD else "likely",
-            lasting=False,
-        )
-    return None
+    pushed = what_arrives_of_a_push(evidence, chain.slots[0], chain.slots[-1])
+    arrives = f"a small change of the first one's output is {pushed:.2g} times as large at the last"
+    return confirmed(
+        f"{what}-signal/{HOW[chain.kind]}",
+        numbers,
+        f"a factor of {gain ** (1 / steps):.3g} a {chain.kind.removesuffix('s')}",
+        *([arrives] if math.isfinite(pushed) else []),
+        where=place_in(evidence, chain, place),
+        if_troubled=troubled,
+        confidence="proven" if (pushed > GROWS if what == "exploding" else pushed < UNHEARD) else "likely",
+        lasting=False,
+    )
 
 
 def what_arrives_of_a_push(
@@ -197,6 +181,37 @@ def what_arrives_of_a_push(
     return changes[1] / changes[0] if changes[0] > 0 else math.nan
 
 
+def place_in(evidence: Evidence, chain: Chain, link: str) -> str:
+    """Of a recurrence, the weight that what comes back is multiplied with, and the line that gave it its values."""
+    weight = recurrent_weight(evidence, chain) if chain.kind == "time steps" else ""
+    return place_of_start(evidence, weight) if weight else link
+
+
+def recurrent_weight(evidence: Evidence, chain: Chain) -> str:
+    """The matrix that meets the last call's output on its way to this call's."""
+    for op in ahead(evidence.flow, chain.slots[:1], anything):
+        read = (evidence.slot(evidence.flow.behind(slot, ("t",))) for slot in op.reads)
+        met = [slot.name for slot in read if slot.kind == "parameter" and len(slot.shape) == 2]
+        if met or chain.slots[1] in op.makes:
+            return met[0] if met else ""
+    return ""
+
+
+def sizes(slots: tuple[int, ...], values: dict) -> list[float]:
+    """Root mean square at each slot that is known, in order."""
+    return [float(values[s].double().square().mean().sqrt()) for s in slots if s in values]
+
+
+def worst_link(chain: Chain, forward: list[float]) -> str:
+    if len(forward) != len(chain.paths):
+        return chain.name
+    ratios = [b / a if a > 0 else 0.0 for a, b in pairwise(forward)]
+    return chain.paths[max(range(len(ratios)), key=ratios.__getitem__) + 1]
+
+
+# one module -------------------------------------------------------------------------------------------------
+
+
 def does_a_module_multiply(evidence: Evidence) -> Verdict | None:
     """The innermost module that makes gradients far larger, and of which a tiny change of its input shows the same."""
     suspects = [gain for gain in measure_gains(evidence.tape).modules if may_multiply(evidence, gain)]
@@ -204,6 +219,7 @@ def does_a_module_multiply(evidence: Evidence) -> Verdict | None:
         call = evidence.tape.modules[gain.number]
         arrives = what_arrives_of_a_push(evidence, call.inputs[0], call.outputs[0], TINY, torch.float64)
         pushed = arrives / gain.forward  # of their own sizes
+        inside = evidence.tape.operations[call.first : call.last]
         if pushed > MULTIPLIES:
             return confirmed(
                 f"exploding-signal/{'time' if is_recurrent(evidence, call) else 'depth'}",
@@ -212,7 +228,7 @@ def does_a_module_multiply(evidence: Evidence) -> Verdict | None:
                 f"changing its input by {TINY:.0e} of its size changes its output by {pushed * TINY:.2g} of its own: "
                 f"{pushed:.1g} times as much",
                 "whatever stands before it gets gradients of that size: their norms do not say where it comes from",
-                where=place_of_multiplier(evidence, call),
+                where=place_of(call.path or call.kind, next((op.line for op in inside if op.line), None)),
                 fix="bound what it does to a small change: recurrent weights whose largest singular value is below 1, "
                 "fewer time steps between what is trained and the loss, or a loss before it",
                 confidence="proven",  # its input was changed
@@ -231,67 +247,13 @@ def may_multiply(evidence: Evidence, gain: Gain) -> bool:
 def is_recurrent(evidence: Evidence, call: ModuleCall) -> bool:
     """A recurrent layer of PyTorch's own, or one matrix that is used again and again."""
     inside = evidence.tape.operations[call.first : call.last]
-    if any(word in op.name for op in inside for word in ("rnn", "lstm", "gru")):
+    if any(word in op.name for op in inside for word in RECURRENT):
         return True
     used = Counter(slot for op in inside if "mm" in op.name for slot in dict.fromkeys(op.reads))
     return max(used.values(), default=0) >= FEWEST_TIMES
 
 
-def place_of_multiplier(evidence: Evidence, call: ModuleCall) -> str:
-    line = next((op.line for op in evidence.tape.operations[call.first : call.last] if op.line), None)
-    return place_of(call.path or call.kind, line) or call.path
-
-
-def say_push(pushed: float) -> list[str]:
-    known = math.isfinite(pushed)
-    return (
-        [f"a small change of the first one's output is {pushed:.2g} times as large at the last"]
-        if known
-        else []
-    )
-
-
-def place_in(evidence: Evidence, chain: Chain, link: str) -> str:
-    """Of a recurrence, the weight that what comes back is multiplied with, and the line that gave it its values."""
-    if chain.kind != "time steps":
-        return link
-    weight = recurrent_weight(evidence, chain)
-    return place_of_start(evidence, weight) if weight else link
-
-
-def recurrent_weight(evidence: Evidence, chain: Chain) -> str:
-    """The matrix that meets the last call's output on its way to this call's."""
-    first, second = chain.slots[0], chain.slots[1]
-    reach = {first}
-    weights = {slot.index: slot.name for slot in evidence.tape.parameters if len(slot.shape) == 2}
-    for operation in evidence.forward:
-        met = [weights[slot] for slot in operation.reads if slot in weights]
-        if not reach.isdisjoint(operation.reads):
-            if met:
-                return met[0]
-            reach.update((*operation.makes, *operation.writes))
-        elif met and operation.makes:  # a transposed weight is still the weight
-            weights.update(dict.fromkeys(operation.makes, met[0]) if operation.name == "t" else {})
-        if second in operation.makes:
-            break
-    return ""
-
-
-def sizes(slots: tuple[int, ...], values: dict) -> list[float]:
-    """Root mean square at each slot that is known, in order."""
-    return [float(values[s].double().square().mean().sqrt()) for s in slots if s in values]
-
-
-def worst_link(chain: Chain, forward: list[float]) -> str:
-    if len(forward) != len(chain.paths):
-        return chain.name
-    ratios = [b / a if a > 0 else 0.0 for a, b in pairwise(forward)]
-    return chain.paths[max(range(len(ratios)), key=ratios.__getitem__) + 1]
-
-
 # from the beginning to the end ------------------------------------------------------------------------------
-
-RESOLUTION = 1e-7  # of float32
 
 
 @dataclass(frozen=True)
@@ -314,18 +276,16 @@ def from_beginning_to_end(evidence: Evidence) -> Iterator[Verdict]:
 
 
 def fused(evidence: Evidence) -> Iterator[Recurrence]:
-    modules = {
-        path: module
-        for model in evidence.models.values()
-        for path, module in model.named_modules()
-        if isinstance(module, nn.RNNBase) and not module.bidirectional
-    }
     for call in evidence.tape.modules:
-        module = modules.get(call.path)
-        if module is None or len(call.outputs) < 2 or not call.inputs:
+        module = evidence.modules.get(call.path)
+        if (
+            not isinstance(module, nn.RNNBase)
+            or module.bidirectional
+            or len(call.outputs) < 2
+            or not call.inputs
+        ):
             continue
-        shape = evidence.slot(call.inputs[0]).shape
-        axis = 1 if module.batch_first else 0
+        shape, axis = evidence.slot(call.inputs[0]).shape, 1 if module.batch_first else 0
         if len(shape) == 3 and shape[axis] >= FEWEST_TIMES and shape[1 - axis] > 1:
             yield Recurrence(call, axis, place_of_start(evidence, f"{call.path}.weight_hh_l0"))
 
@@ -338,17 +298,10 @@ def looping(evidence: Evidence) -> Iterator[Recurrence]:
         given, made = evidence.slot(call.inputs[0]), evidence.slot(call.outputs[0])
         if len(given.shape) < 3 or given.shape[:2] != made.shape[:2] or not given.dtype.is_floating_point:
             continue
-        times = given.shape[1]
-        if times < FEWEST_TIMES or given.shape[0] < 2:
-            continue
-        own = [
-            op
-            for op in evidence.tape.operations[call.first : call.last]
-            if op.module == call.path and op.line
-        ]
-        lines = Counter((op.line, op.name) for op in own)
+        inside = (op for op in evidence.tape.operations[call.first : call.last] if op.module == call.path)
+        lines = Counter((op.line, op.name) for op in inside if op.line)
         (line, _), count = max(lines.items(), key=lambda item: item[1], default=((None, ""), 0))
-        if count >= times - 1:
+        if given.shape[0] >= 2 and given.shape[1] >= FEWEST_TIMES and count >= given.shape[1] - 1:
             yield Recurrence(call, 1, place_of(call.path, line))
 
 
@@ -368,9 +321,8 @@ def judge_echo(evidence: Evidence, recurrence: Recurrence) -> Iterator[Verdict]:
     late = influence(times - 1)
     early = max(influence(0), influence(1))
     if not late > 0:
-        yield undecided(
-            "vanishing-signal", f"exchanging the last input of {call.path} does not change its last output"
-        )
+        said = f"exchanging the last input of {call.path} does not change its last output"
+        yield undecided("vanishing-signal", said)
         return
     share = early / late
     if share > UNHEARD:
@@ -393,7 +345,7 @@ def judge_echo(evidence: Evidence, recurrence: Recurrence) -> Iterator[Verdict]:
 
 def only_the_end_is_used(evidence: Evidence, output: int, times: int, axis: int) -> bool:
     """The gradient at a layer's outputs (…, T, …) is all at their end, or there is none (the last state is used)."""
-    found = differentiate(evidence.tape, gradients_at=[output]).slot_gradients.get(output)
+    found = pull(evidence, output)
     if found is None:
         return True
     axis = axis_of_time(found, times, axis)

@@ -8,15 +8,16 @@ import re
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradproof.experiments.numbers.nonfinite import step_is_nonfinite
 from gradproof.experiments.verdict import Verdict, confirmed, first_of, undecided
 from gradproof.instruments import digits
 from gradproof.instruments.digits import EXACT_UP_TO, Jumps, jumps, wrong_share
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, place_of
+from gradproof.instruments.flow import VIEWS, place_of, with_line
 from gradproof.instruments.source import cut_line, forward_line, lines_behind
+from gradproof.instruments.walk import ahead
 from gradproof.numerics.stored import HALF, format_of, spacing
 from gradproof.tape.operations import Operation, Slot
 from gradproof.tape.replay import replay_forward
@@ -49,9 +50,10 @@ FORMAT = re.compile(r"half|float16|dtype|\.type\(")
 
 def is_it_precision(evidence: Evidence) -> Iterator[Verdict]:
     """Only where half precision is on the tape at all."""
-    if not any(slot.dtype in HALF for slot in evidence.tape.slots) or step_is_nonfinite(evidence):
-        return
-    yield from first_of(look(evidence) for look in (lost_masters, lost_updates, lost_gradients))
+    half = {slot.dtype for slot in evidence.tape.slots} & set(HALF)
+    if half and not step_is_nonfinite(evidence):
+        looks = (lost_masters, lost_updates, *([lost_gradients] if torch.float16 in half else []))
+        yield from first_of(look(evidence) for look in looks)
 
 
 def lost_updates(evidence: Evidence) -> Verdict | None:
@@ -104,8 +106,6 @@ def lost_masters(evidence: Evidence) -> Verdict | None:
 
 def lost_gradients(evidence: Evidence) -> Verdict | None:
     """Gradients below the smallest float16: zero as they are read, and neither in float64 nor in float32."""
-    if not any(slot.dtype == torch.float16 for slot in evidence.tape.slots):
-        return None
     if digits.flushed_gradients(evidence, torch.float64) < SOME:
         return None
     share = digits.flushed_gradients(evidence, torch.float32)  # what it loses as well is no fault of float16
@@ -138,23 +138,26 @@ def lost_on_the_way(evidence: Evidence, waves: list[Operation]) -> Verdict | Non
     """Rows and phases that are others than in float64: of whole numbers that were rounded, or computed in half."""
     ranges, picks = dict(ranges_of(evidence)), dict(picked(evidence))
     found = digits.against_float64(evidence, [*picks, *(op.makes[0] for op in waves)], ranges)
-    for slot, op in picks.items():
-        here, true = found.get(slot, (torch.zeros(0), torch.zeros(0)))
+    for slot, op in ((slot, op) for slot, op in picks.items() if slot in found):
+        here, true = found[slot]
         wrong = wrong_share(here, true, 0.5) if bool((true == true.round()).all()) else 0.0
-        place = place_of(op.module, op.line)
-        said = f"{100 * wrong:.0f} % of them are another number where {op.name} uses them ({place})"
+        said = f"{100 * wrong:.0f} % of them are another number where {op.name} uses them ({at(op)})"
         verdict = rounded_numbers(evidence, slot, ranges, said) if wrong > 0 else None
         if verdict is not None:
             return verdict
-    for op in waves:
+    for op in (op for op in waves if op.makes[0] in found):
         allowed = WRONG_OF_TRAINED if op.makes[0] in evidence.flow.tracked else WRONG
-        wrong = wrong_share(*found[op.makes[0]], allowed) if op.makes[0] in found else 0.0
+        wrong = wrong_share(*found[op.makes[0]], allowed)
         said = (
             f"{100 * wrong:.0f} % of what {op.name} makes is off by more than {allowed} of ±1 against float64"
         )
         if wrong > MANY:
             return rounded_numbers(evidence, op.reads[0], ranges, said) or phase_in_half(evidence, op, said)
     return None
+
+
+def at(op: Operation) -> str | None:
+    return place_of(op.module, op.line)
 
 
 def picked(evidence: Evidence) -> Iterator[tuple[int, Operation]]:
@@ -184,9 +187,7 @@ def rounded_numbers(evidence: Evidence, end: int, ranges: dict[int, Tensor], sai
     """The first whole numbers on the way to a slot that a cast, or a range, has made others."""
     flow, behind = evidence.flow, evidence.flow.ancestors(end)
     casts = [op.makes[0] for op in flow.operations if op.name == "_to_copy"]
-    casts = [
-        slot for slot in casts if evidence.slot(slot).dtype in EXACT_UP_TO and slot in behind - flow.tracked
-    ]
+    casts = [s for s in casts if evidence.slot(s).dtype in EXACT_UP_TO and s in behind - flow.tracked]
     truths = {slot: true for slot, true in ranges.items() if slot in behind}
     truths |= {slot: true for slot, (_, true) in digits.against_float64(evidence, casts, ranges).items()}
     for slot, true in truths.items():
@@ -195,14 +196,13 @@ def rounded_numbers(evidence: Evidence, end: int, ranges: dict[int, Tensor], sai
         rounded = columns.to(dtype).double()
         changed = int((rounded != columns).sum())
         if changed >= FEWEST:
-            op = flow.maker(slot) or next(op for op in flow.operations if slot in op.reads)
             return confirmed(
                 f"{FAMILY}/whole-numbers",
                 f"{changed} of {columns.numel()} whole numbers (up to {int(columns.abs().max())}) are rounded to "
                 f"others in {name_of(dtype)}, which knows every one only up to {EXACT_UP_TO[dtype]}; "
                 f"{len(torch.unique(columns))} different ones become {len(torch.unique(rounded))}",
                 said,
-                where=place_of(op.module, op.line),
+                at=flow.maker(slot) or flow.readers(slot)[0],
                 confidence="proven",  # against float64
             )
     return None
@@ -218,25 +218,21 @@ def whole_columns(values: Tensor, limit: int) -> Tensor:
 
 def phase_in_half(evidence: Evidence, wave: Operation, said: str) -> Verdict | None:
     """A sine of 300 radians needs all of its digits: named is the first operation on its way that computes in half."""
-    behind = evidence.flow.ancestors(wave.reads[0])
-    makers = [
-        op for op in evidence.forward if any(m in behind and evidence.slot(m).dtype in HALF for m in op.makes)
-    ]
-    computing = [op for op in makers if op.name not in CASTS and op.line is not None]
-    first = next(iter([*computing, *makers]), None)
+    phase = wave.reads[0]
+    behind = {slot for slot in evidence.flow.ancestors(phase) if evidence.slot(slot).dtype in HALF}
+    makers = [op for op in evidence.forward if not behind.isdisjoint(op.makes)]
+    computing = (op for op in makers if op.name not in CASTS and op.line is not None)
+    first = next(computing, next(iter(makers), None))
     if first is None:
         return None
-    dtype, phase = (
-        evidence.slot(first.makes[0]).dtype,
-        evidence.flow.values(wave.reads[:1]).get(wave.reads[0]),
-    )
-    size = float(phase.double().abs().max()) if phase is not None else 0.0
+    dtype, value = evidence.slot(first.makes[0]).dtype, evidence.flow.values([phase]).get(phase)
+    size = float(value.double().abs().max()) if value is not None else 0.0
     return confirmed(
         f"{FAMILY}/phases",
         f"{said}: its argument goes up to {size:.3g} radians and is computed in {name_of(dtype)}, whose last digit is "
         f"worth {float(spacing(torch.tensor(size), dtype)):.2g} there",
-        f"in {name_of(dtype)} since {first.name} at {place_of(first.module, first.line)}",
-        where=place_of(first.module, first.line),
+        f"in {name_of(dtype)} since {first.name} at {at(first)}",
+        at=first,
         confidence="proven",  # against float64
     )
 
@@ -307,15 +303,12 @@ def lost_in_tables(evidence: Evidence, waves: list[Operation]) -> Verdict | None
     """Rows made of numbers in half precision, and wholly different at its next number; some have become one."""
     for slot, dim in long_tables(evidence):
         found = counted_in(evidence.tape.leaf_value(slot.index).movedim(dim, 0))
-        used = found.twins[rows_used(evidence, slot, dim)].double().mean() if found is not None else 0.0
-        if found is not None and float(used) >= MUCH:
-            name = slot.name or "a table of the batch"
-            return made_of(
-                "merged-rows", f"{name}, whose rows were counted", found, place_of_table(evidence, slot)
-            )
+        if found is not None and share_of(found.twins[rows_used(evidence, slot, dim)]) >= MUCH:
+            name, where = slot.name or "a table of the batch", place_of_table(evidence, slot)
+            return made_of("merged-rows", f"{name}, whose rows were counted", found, where)
     for table in evidence.facts.stepped_tables:
         found = counted_in(table["values"])
-        if found is not None and float(found.twins.double().mean()) >= MUCH:
+        if found is not None and share_of(found.twins) >= MUCH:
             where = line_with(table["file"], (SHORT, COUNTS), (SHORT, CONVERTS))
             return made_of("merged-rows", f"{table['name']}, whose rows were counted", found, where)
     for table in evidence.facts.tables:
@@ -326,6 +319,10 @@ def lost_in_tables(evidence: Evidence, waves: list[Operation]) -> Verdict | None
                 where = line_with(table["file"], (SHORT, CONVERTS))
                 return made_of("stored-in-half", f"{name}, made of {table['name']}", found, where)
     return None
+
+
+def share_of(true: Tensor) -> float:
+    return float(true.double().mean())
 
 
 def made_of(what: str, made: str, found: Jumps, where: str | None) -> Verdict:
@@ -363,27 +360,24 @@ def counted_in(table: Tensor) -> Jumps | None:
         # rounded, and as arange counts them, which is rougher on a CPU
         for numbers in (torch.arange(count).to(dtype), torch.arange(count, dtype=dtype)):
             found = jumps(numbers, rows, dtype)
-            if found is not None and float((found.share > APART).double().mean()) >= FEW:
+            if found is not None and share_of(found.share > APART) >= FEW:
                 return found
     return None
 
 
 def rows_used(evidence: Evidence, slot: Slot, dim: int) -> Tensor:
     """The numbers of the rows that a step takes from a table: its entries are replaced by them, and read again."""
-    reach, ends = {slot.index}, set()
-    for op in evidence.flow.operations:
-        mine = reach.intersection(op.reads)
-        if mine and op.name in TAKES:
-            reach.update(op.makes)
-        ends |= mine if op.name not in TAKES else set()
+    users = list(ahead(evidence.flow, [slot.index], TAKES, evidence.flow.operations))
+    taken = {slot.index, *(made for op in users if op.name in TAKES for made in op.makes)}
+    ends = {read for op in users if op.name not in TAKES for read in op.reads} & taken
     count = slot.shape[dim]
     if slot.index in ends:
         return torch.arange(count)
     shape = [count if d == dim else 1 for d in range(len(slot.shape))]
     numbers = torch.arange(count, dtype=torch.float64, device=slot.device).reshape(shape).expand(slot.shape)
     found = replay_forward(evidence.tape, torch.float64, {slot.index: numbers}, keep=list(ends)).values
-    taken = [value.reshape(-1).cpu() for value in found.values()]
-    return torch.cat(taken).round().long().unique().clamp(0, count - 1) if taken else torch.arange(0)
+    rows = [value.reshape(-1).cpu() for value in found.values()]
+    return torch.cat(rows).round().long().unique().clamp(0, count - 1) if rows else torch.arange(0)
 
 
 # places -----------------------------------------------------------------------------------------------------
@@ -406,23 +400,14 @@ def place_of_storing(evidence: Evidence, slot: int) -> str | None:
 def place_of_table(evidence: Evidence, slot: Slot) -> str | None:
     """The module that keeps a buffer, and the line of its class that counts in the short format."""
     path, _, name = slot.name.rpartition(".")
-    owner = module_at(evidence, path)
-    if owner is None:
+    owner = evidence.modules.get(path)
+    if owner is None or not owner._buffers:
         first = next((op.line for op in evidence.flow.operations if slot.index in op.reads), None)
         return line_with(first.file, (SHORT, COUNTS), (SHORT, CONVERTS)) if first is not None else None
     file, number, lines = source_of_class(type(owner))
     line = line_with(file, (SHORT, COUNTS), (SHORT,), (COUNTS,), lines=lines, first=number)
     line = line or line_that_sets(type(owner), name)
-    return f"{path or type(owner).__name__} ({line})" if line else path
-
-
-def module_at(evidence: Evidence, path: str) -> nn.Module | None:
-    for prefix, root in evidence.models.items():
-        if not prefix or path.partition(".")[0] == prefix:
-            module = dict(root.named_modules()).get(path.partition(".")[2] if prefix else path)
-            if module is not None and module._buffers:
-                return module
-    return None
+    return with_line(path or type(owner).__name__, line) if line else path
 
 
 def line_with(

@@ -13,12 +13,14 @@ from gradproof.errors import UserError
 from gradproof.experiments.verdict import Verdict, confirmed, undecided
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import place_of
+from gradproof.instruments.update import groups_of
 from gradproof.tape.bundle import write_bundle
 from gradproof.tape.locate import FirstBad, find_first_bad_operation
 from gradproof.tape.operations import Operation
 from gradproof.tape.trace import came_from_others
 
 HALF = {"float16", "bfloat16"}
+OTHER_KINDS = {"data": "data", "memory never written": "never-written-memory"}  # than an operation's
 HUGE_WEIGHT, HUGE = 1e4, 1e15  # no initialisation makes such weights, nor layers of usual weights such values
 # finite where their derivative is infinite; a power below 1, too
 STEEP = ("sqrt", "std", "acos", "asin", "acosh")
@@ -26,61 +28,46 @@ STEEP = ("sqrt", "std", "acos", "asin", "acosh")
 
 def where_was_it_born(evidence: Evidence) -> Iterator[Verdict]:
     """On every taped step, and before the update of a bad one; silent while loss and gradients are finite."""
-    if evidence.memory.get("located"):
-        return
     again = evidence.specimen.again
-    if not (again["eager"] or again["compiled"] if again is not None else step_is_nonfinite(evidence)):
+    bad_again = again["eager"] or again["compiled"] if again is not None else step_is_nonfinite(evidence)
+    if evidence.memory.get("located") or not bad_again:
         return
     bad = find_first_bad_operation(evidence.tape)
     if bad is None or (evidence.tape.compiled and bad.kind != "operation"):
-        what = not_finite_when_compiled(evidence)
-        if what:  # and finite operation by operation
-            evidence.memory["located"] = True
-            yield born_in_the_compiler(evidence, what)
-        else:
-            yield undecided(
-                "forward-nonfinite", "the step is not finite, but its replay is: no operation can be named"
-            )
-        return
-    if bad.kind == "parameter":  # what made them so was not taped
-        found = born_in_the_backward_before(evidence)
+        said = "the step is not finite, but its replay is: no operation can be named"
+        yield born_in_the_compiler(evidence) or undecided("forward-nonfinite", said)
+    elif bad.kind == "parameter":  # what made them so was not taped
         said = f"the weights were not finite before step {evidence.step}: what made them so was not taped"
-        yield found or undecided("forward-nonfinite", said)
-        return
-    if bad.kind == "operation" and came_from_others(evidence.tape, bad.index):
+        yield born_in_the_backward_before(evidence) or undecided("forward-nonfinite", said)
+    elif bad.kind == "operation" and came_from_others(evidence.tape, bad.index):
         said = f"the first value of step {evidence.step} that is not finite came from another rank"
         yield undecided("forward-nonfinite", f"{said}: its own specimen has where it was born")
-        return
-    if bad.scaled:  # a GradScaler skips this step: that is its work
-        return
-    evidence.memory["located"] = True
-    found = verdict_of(bad)
-    grown = what_has_grown(evidence, bad)
-    if grown or diverged(evidence.losses):
-        found = replace(found, level="note")  # numbers grew until they overflowed: the end of the story
+    elif not bad.scaled:  # or a GradScaler skips this step: that is its work
+        evidence.memory["located"] = True
+        yield from born_here(evidence, bad)
+
+
+def born_here(evidence: Evidence, bad: FirstBad) -> Iterator[Verdict]:
+    """The operation; where numbers grew until they overflowed, it is the end of their story."""
+    found, grown = verdict_of(bad), what_has_grown(evidence, bad)
     if grown:
-        yield confirmed(
-            "lr-too-high/diverged",
-            f"after {evidence.step} updates {grown}, and overflows",
-            confidence="likely",
-        )
+        said = f"after {evidence.step} updates {grown}, and overflows"
+        yield confirmed("lr-too-high/diverged", said, confidence="likely")
     bundle = keep_for_later(evidence, bad)
-    if bundle:
-        found = replace(found, evidence=(*found.evidence, f"reproduce  python {bundle}/reproduce.py"))
-    if evidence.specimen.before_update:
-        found = replace(found, evidence=(*found.evidence, "found    in the model's calls, made again"))
-    yield found
+    more = [f"reproduce  python {bundle}/reproduce.py"] if bundle else []
+    more += ["found    in the model's calls, made again"] if evidence.specimen.before_update else []
+    level = "note" if grown or diverged(evidence.losses) else found.level
+    yield replace(found, level=level, evidence=(*found.evidence, *more))
 
 
 def born_in_the_backward_before(evidence: Evidence) -> Verdict | None:
     """The loss of the step before, which was not taped, was finite and no larger than usual, and the weights after it
     are not finite: its gradients were not. None where its update could have made them so by itself."""
-    losses, parameters = evidence.losses, evidence.tape.parameters
+    losses = evidence.losses
     if len(losses) < 2 or not math.isfinite(losses[-2]) or diverged(losses):
         return None
-    if any(str(slot.dtype).removeprefix("torch.") in HALF for slot in parameters):
-        return None
-    if any(group.get("eps", 1.0) == 0 for o in evidence.optimizers for group in o.param_groups):
+    half = any(str(slot.dtype).removeprefix("torch.") in HALF for slot in evidence.tape.parameters)
+    if half or any(group.get("eps", 1.0) == 0 for group in groups_of(evidence)):
         return None
     evidence.memory["located"] = True
     before = evidence.step - 1
@@ -115,8 +102,12 @@ def not_finite_when_compiled(evidence: Evidence) -> str:
     return "output" if evidence.losses and not math.isfinite(evidence.losses[-1]) else "gradient"
 
 
-def born_in_the_compiler(evidence: Evidence, what: str) -> Verdict:
+def born_in_the_compiler(evidence: Evidence) -> Verdict | None:
     """The same call, from the same numbers: finite operation by operation, not finite by the compiled code."""
+    what = not_finite_when_compiled(evidence)
+    if not what:
+        return None
+    evidence.memory["located"] = True
     family = "forward-nonfinite" if what == "output" else "backward-nonfinite"
     called = [call.path or call.kind for call in evidence.tape.modules if call.kind != "OptimizedModule"]
     return confirmed(
@@ -173,23 +164,16 @@ def step_is_nonfinite(evidence: Evidence) -> bool:
 
 def verdict_of(bad: FirstBad) -> Verdict:
     """The family follows from the phase and the precision in which the value was born."""
-    family = {"forward": "forward-nonfinite", "backward": "backward-nonfinite"}.get(
-        bad.phase, "optimizer-config"
-    )
-    what = bad.operator
-    low = [operand for operand in bad.operands if operand.dtype in HALF]
-    if low and bad.value == "inf" and bad.kind == "operation":
-        family, what = "low-precision-error", f"overflow-in-{bad.operator}"
-    if low and bad.phase == "optimizer":  # ε and squares of gradients are zero in half precision
-        family, what = "low-precision-error", "optimizer-in-half"
-    if bad.kind == "data":
-        what = "data"
-    if bad.kind == "memory never written":
-        what = "never-written-memory"
-    lines = [line.strip() for line in str(bad).splitlines()]
+    families = {"forward": "forward-nonfinite", "backward": "backward-nonfinite"}
+    family, what = families.get(bad.phase, "optimizer-config"), bad.operator
+    if any(operand.dtype in HALF for operand in bad.operands):
+        if bad.value == "inf" and bad.kind == "operation":
+            family, what = "low-precision-error", f"overflow-in-{bad.operator}"
+        if bad.phase == "optimizer":  # ε and squares of gradients are zero in half precision
+            family, what = "low-precision-error", "optimizer-in-half"
     return confirmed(
-        f"{family}/{what}",
-        *lines,
+        f"{family}/{OTHER_KINDS.get(bad.kind, what)}",
+        *map(str.strip, str(bad).splitlines()),
         where=place_of(bad.module, bad.line),
         confidence="proven",  # the operation was replayed
     )

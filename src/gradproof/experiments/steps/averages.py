@@ -1,4 +1,4 @@
-"""Does what ought to follow follow? Averages of the weights and of their gradients, target networks, tied weights."""
+"""Does what ought to follow follow? Averages of the weights and of their gradients, and target networks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.averages import Follower, entries_left_behind, find_followers
@@ -17,11 +16,9 @@ from gradproof.instruments.moments import beyond_the_bound, bound, outgrown
 FAMILY = "weights-state-error"
 TIMES = 2  # later taped steps that average anew, from a tensor that has not changed by one bit
 SMALL, LARGE = 0.3, 3.0  # times the size of the weights: no average of what they have been is that far off
-EARLY = 3  # steps: later, equal weights have had time to come apart
 FEWEST = 64  # entries that their weights have left: of fewer, all may stay by chance
 MOST = 0.5  # of them: half of every update is lost
 A_FEW = 8  # entries of a tensor: so many are a slip of memory, more are a state that was put together
-UNTIED = 1e-3  # of the size of a table: beyond rounding, and less than a step changes it
 
 
 def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
@@ -30,15 +27,9 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
     averages = [each for each in found if each.averages]
     note_decay(evidence, averages)
     yield from first_of((overflown_state(evidence), rounded_away(evidence, averages)))
-    yield from first_of(
-        (
-            impossible_moments(evidence),
-            average_of_itself([each for each in followers if each.is_the_weight]),
-            thrown_away(evidence, averages),
-            wrong_size(evidence, found),
-            came_untied(evidence),
-        )
-    )
+    own = [each for each in followers if each.is_the_weight]
+    looks = (impossible_moments(evidence), average_of_itself(own), thrown_away(evidence, averages))
+    yield from first_of((*looks, wrong_size(evidence, found)))
 
 
 def overflown_state(evidence: Evidence) -> Verdict | None:
@@ -99,13 +90,13 @@ def average_of_itself(found: list[Follower]) -> Verdict | None:
     """What was taken for a copy, `dict(model.state_dict())`, is the weights: averaging them remembers nothing."""
     if not found:
         return None
-    operation, factor = found[0].operation, found[0].keep + found[0].take
+    factor = found[0].keep + found[0].take
     changes = f": each update multiplies the weights by {factor:.6g}" if factor != 1 else ""
     return confirmed(
         "aliasing-or-inplace/average-of-itself",
         f"the average of {len(found)} weights (decay {found[0].keep:g}) is kept in the weights' own memory, so there "
         f"is none{changes}",
-        where=place_of(operation.module, operation.line),
+        at=found[0].operation,
         confidence="proven",  # one memory is read and written
     )
 
@@ -157,85 +148,38 @@ def thrown_away(evidence: Evidence, averages: list[Follower]) -> Verdict | None:
     kept["before"] = [value.clone() for value in now]
     if kept["times"] < TIMES:
         return None
-    operation = found[0].operation
     return confirmed(
         f"{FAMILY}/average-thrown-away",
         f"every step averages {len(found)} tensors with the weights (decay {found[0].keep:g}), and {TIMES + 1} "
         "taped steps find them unchanged to the last bit: the result is never written back",
-        where=place_of(operation.module, operation.line),
+        at=found[0].operation,
         confidence="proven",  # the same to the last bit
     )
 
 
 def wrong_size(evidence: Evidence, found: list[Follower]) -> Verdict | None:
     """Parameters that are averaged in place, by factors that do not add up to one, and have gone where these lead."""
-    value = evidence.tape.leaf_value
-    followers = [
+    followers = (
         f for f in found if f.slot in f.operation.writes and evidence.slot(f.slot).kind == "parameter"
-    ]
-    sizes = [(value(f.slot).double().norm(), value(f.weight).double().norm(), f) for f in followers]
-    ratios = sorted(
-        (float(slow / fast), f.limit, number) for number, (slow, fast, f) in enumerate(sizes) if fast > 0
     )
+    sizes = [(size_of(evidence, f.slot), size_of(evidence, f.weight), f) for f in followers]
+    ratios = sorted(((slow / fast, f) for slow, fast, f in sizes if fast > 0), key=lambda each: each[0])
     if not ratios:
         return None
-    ratio, limit, number = ratios[len(ratios) // 2]
+    ratio, middle = ratios[len(ratios) // 2]
     said = f"the averaged weights have {ratio:.2g} times the size of those they average"
     if SMALL < ratio < LARGE:
         return excluded(f"{FAMILY}/average", said)
-    if SMALL < limit < LARGE:  # it begins at zero, or far away, and comes nearer
+    if SMALL < middle.limit < LARGE:  # it begins at zero, or far away, and comes nearer
         return None
-    operation = sizes[number][2].operation
     return confirmed(
         f"{FAMILY}/average",
-        f"{said}: their factors add up to {sizes[number][2].keep + sizes[number][2].take:.3g}, which leads to "
-        f"{limit:.2g} times",
-        where=place_of(operation.module, operation.line),
+        f"{said}: their factors add up to {middle.keep + middle.take:.3g}, which leads to {middle.limit:.2g} times",
+        at=middle.operation,
         confidence="likely",
         lasting=False,
     )
 
 
-def came_untied(evidence: Evidence) -> Verdict | None:
-    """An embedding and an output layer with the same first values and memory of their own: tied by a copy."""
-    kept = evidence.memory.setdefault("tied at the start", {})
-    if evidence.step <= EARLY and "pairs" not in kept:
-        kept["pairs"] = equal_pairs(evidence)
-    slots = {slot.name: slot.index for slot in evidence.tape.parameters}
-    for table, output in kept.get("pairs", ()):
-        if table not in slots or output not in slots:
-            continue
-        one, two = (evidence.tape.leaf_value(slots[name]) for name in (table, output))
-        apart = float((one - two).norm() / one.norm())
-        if apart > UNTIED:
-            return confirmed(
-                f"{FAMILY}/untied",
-                f"{output} began as a copy of {table} and is now {100 * apart:.2g} % away: two tensors, not one",
-                where=output,
-                fix=f"share the parameter itself: {output} = {table}, not its .data or a clone",
-                level="warning",
-                confidence="likely",
-            )
-    return None
-
-
-def equal_pairs(evidence: Evidence) -> list[tuple[str, str]]:
-    """(looked-up table, matrix) with bit-identical values before the step, both trained, neither constant."""
-    tables = {op.reads[0] for op in evidence.forward if op.name == "embedding" and op.reads}
-    stepped, value = set(evidence.tape.stepped), evidence.tape.leaf_value
-    slots = [slot for slot in evidence.tape.parameters if len(slot.shape) == 2 and slot.index in stepped]
-    return [
-        (one.name, two.name)
-        for one in slots
-        for two in slots
-        if one.index in tables
-        and two.index not in tables
-        and one.shape == two.shape
-        and one.storage != two.storage
-        and differs_inside(value(one.index))
-        and torch.equal(value(one.index), value(two.index))
-    ]
-
-
-def differs_inside(values: Tensor) -> bool:
-    return bool((values != values.reshape(-1)[0]).any())
+def size_of(evidence: Evidence, slot: int) -> float:
+    return float(evidence.tape.leaf_value(slot).double().norm())

@@ -1,4 +1,4 @@
-"""Does the optimizer do what was meant? What decay does to a step and to the weights; which layers rates belong to."""
+"""Does the optimizer do what was meant? What decay does to a step and to the weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from torch import nn
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, place_of
-from gradproof.instruments.update import (
-    at_work,
-    line_of_optimizer,
-    named_parameters,
-    outweighs,
-    shrinkage,
-)
+from gradproof.instruments.flow import place_of
+from gradproof.instruments.update import groups_of, line_of_optimizer, outweighs, shrinkage
 
 FAMILY = "optimizer-config"
 # torch's optimizers whose decay joins the gradient
@@ -28,12 +22,10 @@ FAST = 0.02  # of a weight, at every step: half of it is gone after 35
 WINS, LITTLE = 1.0, 0.3  # times what a step adds: weights that lose more can only shrink
 SAME = 0.01  # of what is taken off: that rate times decay comes so near is no chance
 USUAL = 0.5  # a decay up to here is not what is wrong with lr * decay
-APART = 10.0  # between the rates of first and last layers: as fine-tuning has them, the other way round
-FAR_APART = 1000.0  # nobody means that
 
 
 def does_the_optimizer_do_what_was_meant(evidence: Evidence) -> Iterator[Verdict]:
-    yield from first_of(look(evidence) for look in (decay_has_won, decay_leads, shrinks, rates_swapped))
+    yield from first_of(look(evidence) for look in (decay_has_won, decay_leads, shrinks))
 
 
 def decay_has_won(evidence: Evidence) -> Verdict | None:
@@ -44,11 +36,8 @@ def decay_has_won(evidence: Evidence) -> Verdict | None:
     """
     matrices = [(float(p.detach().norm()), decay) for p, decay in decayed(evidence)]
     first: list[float] = evidence.memory.setdefault("norms", [norm for norm, _ in matrices])
-    if not matrices or len(first) != len(matrices):
-        return None
-    left = sorted(
-        (norm / begun, decay) for (norm, decay), begun in zip(matrices, first, strict=True) if begun
-    )
+    both = zip(matrices, first, strict=False) if len(first) == len(matrices) else ()
+    left = sorted((norm / begun, decay) for (norm, decay), begun in both if begun)
     share, decay = left[len(left) // 2] if left else (1.0, 0.0)
     if not share < NOTHING_LEFT:
         return None
@@ -73,16 +62,13 @@ def decayed(evidence: Evidence) -> Iterator[tuple[nn.Parameter, float]]:
 
 def decay_leads(evidence: Evidence) -> Verdict | None:
     """Decay that is part of the gradient and larger than the loss's own: weights shrink, whatever the data say."""
-    shares = []
-    for parameter, decay in decayed(evidence):
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
-            share = decay * float(parameter.detach().norm()) / max(float(gradient.norm()), 1e-30)
-            shares.append((share, decay))
-    shares = [(share, decay) for share, decay in shares if math.isfinite(share)]
+    known = ((weight.detach(), weight.grad, decay) for weight, decay in decayed(evidence))
+    dense = [(w, g, decay) for w, g, decay in known if g is not None and not g.is_sparse]
+    pulls = ((decay * float(w.norm()) / max(float(g.norm()), 1e-30), decay) for w, g, decay in dense)
+    shares = sorted(each for each in pulls if math.isfinite(each[0]))
     if not shares:
         return None
-    share, decay = sorted(shares)[len(shares) // 2]
+    share, decay = shares[len(shares) // 2]
     if share <= OUTWEIGHS:
         return excluded(f"{FAMILY}/decay-share", f"weight decay pulls {share:.2g} times as hard as the loss")
     return confirmed(
@@ -106,63 +92,27 @@ def shrinks(evidence: Evidence) -> Verdict | None:
     found = shrinkage(evidence)
     if not found:
         return None
-    share, op = found[len(found) // 2].share, found[len(found) // 2].operation
+    share, op, count = found[len(found) // 2].share, found[len(found) // 2].operation, len(found)
+    gone = f"after {0.69 / share:.0f}"
     if share < FAST:
-        times = sorted(outweighs(evidence, each) for each in found)[len(found) // 2]
+        times = sorted(outweighs(evidence, each) for each in found)[count // 2]
         taken = f"the decay takes {100 * share:.2g} % off the weights a step, {times:.2g} times what it adds"
-        if times < LITTLE:
-            return excluded(f"{FAMILY}/shrinks", taken)
-        return (
-            confirmed(
-                f"{FAMILY}/shrinks",
-                f"{taken} ({len(found)} matrices): half of them is gone after {0.69 / share:.0f} such steps",
-                where=place_of("", op.line) or line_of_optimizer(evidence) or None,
-                if_troubled=True,
-                confidence="likely",
-                lasting=False,
-            )
-            if times > WINS
-            else None
+        if times <= WINS:
+            return excluded(f"{FAMILY}/shrinks", taken) if times < LITTLE else None
+        said = f"{taken} ({count} matrices): half of them is gone {gone} such steps"
+    else:
+        settings = (
+            (group.get("weight_decay") or 0.0, group.get("lr") or 0.0) for group in groups_of(evidence)
         )
-    groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
-    decays = [(float(g.get("weight_decay") or 0.0), float(g.get("lr") or 0.0)) for g in groups]
-    if any(decay <= USUAL and abs(share - rate * decay) < SAME * share for decay, rate in decays):
-        return None  # the rate is what is too large
+        if any(decay <= USUAL and abs(share - rate * decay) < SAME * share for decay, rate in settings):
+            return None  # the rate is what is too large
+        said = f"the optimizer takes {100 * share:.3g} % off the weights at every step ({count} matrices): "
+        said += f"half of what they have learned is gone {gone} steps"
     return confirmed(
         f"{FAMILY}/shrinks",
-        f"the optimizer takes {100 * share:.3g} % off the weights at every step ({len(found)} matrices): "
-        f"half of what they have learned is gone after {0.69 / share:.0f} steps",
+        said,
         where=place_of("", op.line) or line_of_optimizer(evidence) or None,
+        if_troubled=share < FAST,
         confidence="likely",  # the factor is certain, that it was not meant is not
-        lasting=False,
-    )
-
-
-def rates_swapped(evidence: Evidence) -> Verdict | None:
-    """The last layer learns ten times slower than the first: the other way round from fine-tuning."""
-    optimizers = at_work(evidence)
-    groups = [g for o in optimizers for g in o.param_groups if g.get("lr") is not None]
-    rates = {id(p): float(g["lr"]) for g in groups for p in g["params"]}
-    if len(optimizers) != 1 or len(set(rates.values())) < 2:
-        return None
-    named, flow = named_parameters(evidence), evidence.flow
-    used = [evidence.slot(flow.behind(slot, VIEWS)) for op in flow.layers for slot in op.reads]
-    matrices = [slot.name for slot in used if slot.kind == "parameter" and len(slot.shape) >= 2]
-    known = [
-        (name, rates[id(named[name])]) for name in matrices if name in named and id(named[name]) in rates
-    ]
-    if len(known) < 2:
-        return None
-    (first, before), (last, after) = known[0], known[-1]
-    if not 0 < after * APART <= before:
-        return None
-    return confirmed(
-        f"{FAMILY}/groups-swapped",
-        f"{last}, the last layer, has a learning rate of {after:g}; {first}, the first, one of {before:g}",
-        where=line_of_optimizer(evidence) or last,
-        fix=f"swap them: {before:g} for {last}, {after:g} for {first}",
-        level="warning",
-        confidence="possible",
-        if_troubled=after * FAR_APART > before,
         lasting=False,
     )

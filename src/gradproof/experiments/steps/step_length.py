@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import place_of
+from gradproof.instruments.update import groups_of, ids_held
 from gradproof.instruments.weights import take_apart
 
 SHARES = (0.01, 0.1, 0.5, 1.0, 2.0)  # of the step: from its slope to whether it should go on
@@ -46,21 +47,16 @@ class Probe:
     @property
     def rugged(self) -> bool:
         """Up and down within the shortest share, as far as along the whole step."""
-        shortest = min(self.losses)
         changes = {
             share: abs(loss - self.start) for share, loss in self.losses.items() if math.isfinite(loss)
         }
-        return shortest == min(SHORTER) and changes.get(shortest, 0.0) > RUGGED * max(
-            changes.values(), default=0.0
-        )
+        return changes.get(min(SHORTER), 0.0) > RUGGED * max(changes.values(), default=0.0)
 
     @property
     def best(self) -> float:
         """The share of the step at which this batch's loss is least."""
-        return min(
-            self.losses,
-            key=lambda share: self.losses[share] if math.isfinite(self.losses[share]) else math.inf,
-        )
+        finite = {share: loss for share, loss in self.losses.items() if math.isfinite(loss)}
+        return min(finite, key=finite.__getitem__, default=min(self.losses))
 
     def __str__(self) -> str:
         text = ", ".join(f"{self.losses[share]:.4g} at {share:g}" for share in sorted(self.losses))
@@ -75,9 +71,8 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
         return
     start = evidence.loss_at({})
     if not math.isfinite(start):
-        yield undecided(
-            "lr-too-high", f"the loss of step {evidence.step} is not finite, or could not be replayed"
-        )
+        said = f"the loss of step {evidence.step} is not finite, or could not be replayed"
+        yield undecided("lr-too-high", said)
         return
     probe = Probe(evidence.step, start, {share: evidence.loss_at(evidence.moved(share)) for share in SHARES})
     if probe.rises:
@@ -86,42 +81,40 @@ def is_the_step_too_long_or_short(evidence: Evidence) -> Iterator[Verdict]:
     probes.append(probe)
     over = [p for p in probes if p.overshoots]
     if 2 * len(over) >= len(probes) and over:
-        rate, share = largest_lr(evidence), min(p.best for p in over)
-        fix = f"lower the learning rate: about {say_rate(share, rate)}, and warm it up"
-        lines = [f"{len(over)} of {len(probes)} taped steps overshoot", *(str(p) for p in over[-2:])]
-        lines += say_what_is_summed(evidence)
-        rise = sorted(p.losses[1.0] / p.start - 1 for p in over)[len(over) // 2]
-        numbers = {
+        yield overshoots(evidence, over, len(probes))
+    elif probe.rugged and probe.rises:
+        said = "it varies as much within a hundred-thousandth of the step as along all of it: none is right"
+        yield undecided("lr-too-high", f"{probe}: {said}")
+    elif not any(p.rises for p in probes):
+        reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
+        end = probe.losses[1.0]
+        yield excluded("lr-too-high", f"{reason}: {start:.4g} to {end:.4g} at step {probe.step}")
+    straight: list[float] = evidence.memory.setdefault("straight probes", [])
+    short = 0 <= start - probe.losses[1.0] < SMALL * abs(start)
+    losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR} if short else {}
+    straight.append(straight_until(start, losses) if short else 0.0)
+    if short:
+        yield from is_far_better(evidence, start, losses)
+
+
+def overshoots(evidence: Evidence, over: list[Probe], count: int) -> Verdict:
+    rate, share = largest_lr(evidence), min(p.best for p in over)
+    rise = sorted(p.losses[1.0] / p.start - 1 for p in over)[len(over) // 2]
+    return confirmed(
+        "lr-too-high/overshoot",
+        f"{len(over)} of {count} taped steps overshoot",
+        *map(str, over[-2:]),
+        *say_what_is_summed(evidence),
+        if_troubled=True,
+        fix=f"lower the learning rate: about {say_rate(share, rate)}, and warm it up",
+        numbers={
             "lr_factor": min(share, 0.5),
             "rise": rise if math.isfinite(rise) else 1e9,
             "steps": len(over),
-        }
-        yield confirmed(
-            "lr-too-high/overshoot",
-            *lines,
-            if_troubled=True,
-            fix=fix,
-            numbers=numbers,
-            confidence="proven",  # the loss along the step, replayed
-            lasting=False,
-        )
-    elif probe.rugged and probe.rises:
-        yield undecided(
-            "lr-too-high",
-            f"{probe}: it varies as much within a hundred-thousandth of the step as along all of it: none is right",
-        )
-    elif not any(p.rises for p in probes):
-        reason = f"at {len(probes)} taped steps, each lowers the loss of its own batch"
-        yield excluded(
-            "lr-too-high", f"{reason}: {start:.4g} to {probe.losses[1.0]:.4g} at step {probe.step}"
-        )
-    straight: list[float] = evidence.memory.setdefault("straight probes", [])
-    if 0 <= start - probe.losses[1.0] < SMALL * abs(start):
-        losses = {share: evidence.loss_at(evidence.moved(share)) for share in FAR}
-        straight.append(straight_until(start, losses))
-        yield from is_far_better(evidence, start, losses)
-    else:
-        straight.append(0.0)
+        },
+        confidence="proven",  # the loss along the step, replayed
+        lasting=False,
+    )
 
 
 def say_what_is_summed(evidence: Evidence) -> list[str]:
@@ -139,8 +132,8 @@ def say_what_is_summed(evidence: Evidence) -> list[str]:
 
 def largest_lr(evidence: Evidence) -> float:
     """NaN where a script that changes its parameters itself keeps it to itself."""
-    groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
-    return max((float(group["lr"]) for group in groups if group.get("lr") is not None), default=math.nan)
+    rates = (group["lr"] for group in groups_of(evidence) if group.get("lr") is not None)
+    return max(map(float, rates), default=math.nan)
 
 
 def say_rate(factor: float, rate: float) -> str:
@@ -161,24 +154,21 @@ def straight_until(start: float, losses: dict[float, float]) -> float:
 
 def is_far_better(evidence: Evidence, start: float, losses: dict[float, float]) -> Iterator[Verdict]:
     """Whether the same direction, followed much further, keeps paying."""
-    if losses[HUNDREDFOLD] < start - PAYS * abs(start) and losses[HUNDREDFOLD] < losses[TENFOLD]:
-        lr = largest_lr(evidence)
-        text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
-        line = f"the loss along the step, followed further: {start:.4g} at 0, {text}"
-        best = min(FAR, key=lambda share: losses[share])
-        fix = f"raise the learning rate tenfold at a time: {say_rate(10, lr)}, then further"
-        numbers = {"lr_factor": min(best / 3, 100.0)}
-        under_way = (start - losses[TENFOLD]) / TENFOLD * HORIZON > 0.5 * abs(start)
-        yield confirmed(
-            "lr-too-low/tiny-steps",
-            line,
-            if_troubled=not crawls_everywhere(evidence),
-            fix=fix,
-            numbers=numbers,
-            level="warning" if under_way else "problem",
-            confidence="likely" if under_way else "proven",  # the loss along the step, replayed
-            lasting=False,
-        )
+    if not losses[HUNDREDFOLD] < min(start - PAYS * abs(start), losses[TENFOLD]):
+        return
+    text = ", ".join(f"{losses[share]:.4g} at {share:g}" for share in FAR)
+    best = min(FAR, key=lambda share: losses[share])
+    under_way = (start - losses[TENFOLD]) / TENFOLD * HORIZON > 0.5 * abs(start)
+    yield confirmed(
+        "lr-too-low/tiny-steps",
+        f"the loss along the step, followed further: {start:.4g} at 0, {text}",
+        if_troubled=not crawls_everywhere(evidence),
+        fix=f"raise the learning rate tenfold at a time: {say_rate(10, largest_lr(evidence))}, then further",
+        numbers={"lr_factor": min(best / 3, 100.0)},
+        level="warning" if under_way else "problem",
+        confidence="likely" if under_way else "proven",  # the loss along the step, replayed
+        lasting=False,
+    )
 
 
 def crawls_everywhere(evidence: Evidence) -> bool:
@@ -197,7 +187,7 @@ def crawls_everywhere(evidence: Evidence) -> bool:
 
 def take_turns(evidence: Evidence) -> bool:
     """Whether an optimizer of this training changed nothing in this step, in which another did."""
-    slots = evidence.specimen.skeletons.by_slot()
+    owned = [ids_held(optimizer) for optimizer in evidence.optimizers]
+    slots = evidence.specimen.skeletons.by_slot()  # of what is known by now: the optimizers' own
     moved = {id(slots[slot]) for slot in evidence.tape.stepped if slot in slots}
-    owned = [[p for group in o.param_groups for p in group["params"]] for o in evidence.optimizers]
-    return bool(moved) and any(mine and not any(id(p) in moved for p in mine) for mine in owned)
+    return bool(moved) and any(mine and not mine & moved for mine in owned)

@@ -16,7 +16,7 @@ import numpy as np
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.rules import FEWEST, FITS, ROUNDING, Rule, adam_way, fitted, recognise
-from gradproof.instruments.update import Update, is_by_hand, line_of, read_update, shown
+from gradproof.instruments.update import Update, groups_of, is_by_hand, line_of, read_update, shown
 from gradproof.tape.operations import Operation
 
 ROOTS = ("sqrt", "sqrt_", "rsqrt", "rsqrt_", "_foreach_sqrt")
@@ -33,15 +33,16 @@ def is_the_update_the_textbooks(evidence: Evidence) -> Iterator[Verdict]:
     if not is_by_hand(evidence):
         return
     update = read_update(evidence.tape)
-    for look in (cleared_too_soon, shared_state, climbs_its_loss, judge_rule):
-        yield from look(evidence, update)
+    slips = (look(evidence, update) for look in (cleared_too_soon, shared_state, climbs_its_loss))
+    yield from filter(None, slips)
+    yield from judge_rule(evidence, update)
 
 
 def names_of(evidence: Evidence, slots: list[int]) -> str:
     return shown([evidence.slot(slot).name for slot in slots])
 
 
-def cleared_too_soon(evidence: Evidence, update: Update) -> Iterator[Verdict]:
+def cleared_too_soon(evidence: Evidence, update: Update) -> Verdict | None:
     """Gradients set to zero after backward, and before the update has read them."""
     cleared: dict[int, Operation] = {}
     for op in update.operations:
@@ -51,20 +52,21 @@ def cleared_too_soon(evidence: Evidence, update: Update) -> Iterator[Verdict]:
         elif storages & update.parameters.keys():
             break
     moved = any(bool((evidence.updates.get(slot, np.zeros(1)) != 0).any()) for slot in cleared)
-    if cleared and not moved and len(cleared) == len(update.gradients):
-        where = line_of(next(iter(cleared.values())))
-        yield confirmed(
-            "zero-grad-error/before-step",
-            f"the gradients of {names_of(evidence, list(cleared))} are set to zero at {where}, after backward and "
-            f"before the update at {update.line or 'the end of the step'} has read them: it changes nothing",
-            where=where or None,
-            confidence="proven",  # the step replayed
-            fix="clear the gradients after the update, or before backward",
-            lasting=False,
-        )
+    if not cleared or moved or len(cleared) < len(update.gradients):
+        return None
+    where = line_of(next(iter(cleared.values())))
+    return confirmed(
+        "zero-grad-error/before-step",
+        f"the gradients of {names_of(evidence, list(cleared))} are set to zero at {where}, after backward and "
+        f"before the update at {update.line or 'the end of the step'} has read them: it changes nothing",
+        where=where or None,
+        confidence="proven",  # the step replayed
+        fix="clear the gradients after the update, or before backward",
+        lasting=False,
+    )
 
 
-def shared_state(evidence: Evidence, update: Update) -> Iterator[Verdict]:
+def shared_state(evidence: Evidence, update: Update) -> Verdict | None:
     """One tensor that takes in the gradients of two parameters, entry by entry, and lives on to the next step."""
     slots = update.tape.slots
     behind: dict[int, set[int]] = {storage: {slot} for storage, slot in update.gradients.items()}
@@ -79,36 +81,36 @@ def shared_state(evidence: Evidence, update: Update) -> Iterator[Verdict]:
             storage = update.storage(slot)
             if slot in op.writes and storage in states and len(parameters) == 1:
                 # what is read from it later belongs to whom it was last given
-                taken.setdefault(storage, {}).update({next(iter(parameters)): op})
+                taken.setdefault(storage, {}).update(dict.fromkeys(parameters, op))
             elif storage not in update.gradients:
                 behind[storage] = set(parameters)
-    for owners in taken.values():
-        if len(owners) > 1:
-            where = line_of(next(iter(owners.values())))
-            yield confirmed(
-                "optimizer-config/state-shared",
-                f"one tensor at {where} averages the gradients of {names_of(evidence, list(owners))}: each is moved "
-                "by what others want",
-                where=where or None,
-                confidence="proven",  # the same memory
-            )
-            return
+    owners = next((owners for owners in taken.values() if len(owners) > 1), None)
+    if owners is None:
+        return None
+    where = line_of(next(iter(owners.values())))
+    return confirmed(
+        "optimizer-config/state-shared",
+        f"one tensor at {where} averages the gradients of {names_of(evidence, list(owners))}: each is moved "
+        "by what others want",
+        where=where or None,
+        confidence="proven",  # the same memory
+    )
 
 
-def climbs_its_loss(evidence: Evidence, update: Update) -> Iterator[Verdict]:
+def climbs_its_loss(evidence: Evidence, update: Update) -> Verdict | None:
     """Every update so far adds the gradient of something that the script calls a loss, and that has risen since.
 
     Where the loss compares predictions with targets, those are asked instead (see terms).
     """
-    groups = [group for optimizer in evidence.optimizers for group in optimizer.param_groups]
-    losses = [loss for loss in evidence.losses if math.isfinite(loss)]
-    if not any(group.get("maximize") for group in groups) or len(losses) < 3 or not losses[-1] > losses[0]:
-        return
+    losses = list(filter(math.isfinite, evidence.losses))
+    up = any(group.get("maximize") for group in groups_of(evidence)) and not evidence.flow.comparisons
+    if not up or len(losses) < 3 or not losses[-1] > losses[0]:
+        return None
     line = next((call.line for call in evidence.tape.top_backwards if call.line is not None), None)
     text = linecache.getline(line.file, line.number) if line is not None else ""
-    if evidence.flow.comparisons or not CALLED_LOSS.search(text) or "-" in text.partition("loss")[0]:
-        return
-    yield confirmed(
+    if not CALLED_LOSS.search(text) or "-" in text.partition("loss")[0]:
+        return None
+    return confirmed(
         "optimizer-config/maximize",
         f"every update so far goes up the gradient, and the loss has gone from {losses[0]:.4g} to {losses[-1]:.4g}: "
         f"the update adds what it ought to subtract",
