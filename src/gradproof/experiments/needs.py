@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 from gradproof.experiments.data.one_sided import image_and_map
-from gradproof.experiments.losses.terms import policy_terms
 from gradproof.experiments.network.attention import SOFTMAXES
 from gradproof.experiments.network.units import RECTIFIERS, SQUASHERS
 from gradproof.experiments.table import NEEDS, Question
+from gradproof.instruments.choices import policy_terms
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.grids import find_tokens
 from gradproof.instruments.update import is_by_hand
@@ -71,11 +71,7 @@ def has_targets(evidence: Evidence) -> bool:
 
 def has_values(evidence: Evidence) -> bool:
     floats = (evidence.slot(slot).dtype.is_floating_point for slot in evidence.roles.target_slots)
-    return compares(evidence, "value") or any(floats)
-
-
-def compares(evidence: Evidence, kind: str) -> bool:
-    return any(comparison.kind == kind for comparison in evidence.flow.comparisons)
+    return any(comparison.kind == "value" for comparison in evidence.flow.comparisons) or any(floats)
 
 
 def token_slots(evidence: Evidence) -> list[int]:
@@ -116,10 +112,8 @@ HAS: dict[str, Callable[[Evidence], bool]] = {
     "optimizers": has_optimizers,
     "whole updates": lambda evidence: not evidence.facts.sharded,
     "updates by hand": is_by_hand,
-    "two optimizers": lambda evidence: len(evidence.specimen.optimizer_records) > 1,
     "targets": has_targets,
     "values": has_values,
-    "yes or no": lambda evidence: compares(evidence, "binary"),
     "tokens": has_tokens,
     "attention": has_attention,
     "activations": uses(*RECTIFIERS, *SQUASHERS),

@@ -15,7 +15,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from gradproof.experiments.losses.logarithms import SUMS_TO_ONE
+from gradproof.experiments.losses.activation import SUMS_TO_ONE
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, first_said
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, VIEWS, Flow, place_of, squeezed
