@@ -139,7 +139,7 @@ REPLAYS = (
         REPLAY, core=True),
     Question("do_two_things_share_memory", "data.memory",
         "Does everything that is stacked or compared have memory of its own, a reference network, too?",
-        ("aliasing-or-inplace: one-buffer target-changed one-array one-view compared-with-itself",),
+        ("aliasing-or-inplace: one-buffer one-array one-view compared-with-itself",),
         REPLAY, 2, core=True, times=2, again="one-view"),
     Question("where_was_it_born", "numbers.nonfinite",
         "Are loss and gradients finite, and where was the first NaN or Inf born?",

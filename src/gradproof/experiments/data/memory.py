@@ -1,4 +1,4 @@
-"""Do two things share memory? Stacks of one buffer or array, targets changed with inputs, two views that are one."""
+"""Do two things share memory? Stacks of one buffer or array, two views that are one, a network and itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
-from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
@@ -24,19 +24,12 @@ NEARLY_ALL = 0.9  # of the members: the first or the last of a loop may be made 
 JOINS = ("cat", "stack")
 WHOLE = RESHAPES | {"detach"}  # all of a tensor, in the same memory
 COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
-CHANGES = (
-    "mul_", "add_", "sub_", "div_", "index_put_", "masked_fill_", "copy_", "clamp_", "scatter_", "bernoulli_",
-)  # fmt: skip
 
 
 def do_two_things_share_memory(evidence: Evidence) -> Iterator[Verdict]:
-    """A stack of one buffer is proof; so are two views that are one tensor; a target changed in place, a warning."""
-    looks = (one_buffer, stacks_of_one_array, two_views_that_are_one, compared_with_itself)
+    """A stack of one buffer, or of one array; two views that are one tensor; a reference that is what it refers to."""
+    looks = (stack_of_one_buffer, stacks_of_one_array, two_views_that_are_one, compared_with_itself)
     yield from causes_of(each(evidence, *looks))
-
-
-def one_buffer(evidence: Evidence) -> Verdict | None:
-    return stack_of_one_buffer(evidence) or target_changed_with_input(evidence)
 
 
 def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
@@ -105,45 +98,6 @@ def is_written(evidence: Evidence, operation: Operation, slot: int) -> bool:
     return storage >= 0 and any(evidence.slot(w).storage == storage for w in operation.writes)
 
 
-def target_changed_with_input(evidence: Evidence) -> Verdict | None:
-    """An operation in place whose result goes into the model, on memory that the loss compares with afterwards."""
-    targets = [evidence.flow.behind(slot, WHOLE) for slot in compared_with(evidence)]
-    for op in evidence.forward:
-        changed = op.name in CHANGES and not op.module and any(is_written(evidence, op, t) for t in targets)
-        if changed and goes_into_model(evidence, op):
-            return confirmed(
-                "aliasing-or-inplace/target-changed",
-                f"{op.name} changes in place what the loss compares with, and the model gets the result too",
-                where=place_of(op.module, op.line),
-                fix=f"use the operation without the underscore ({op.name.rstrip('_')}), or clone() first",
-                level="warning",
-                confidence="likely",
-            )
-    return None
-
-
-def compared_with(evidence: Evidence) -> Iterator[int]:
-    """What the loss compares predictions with: the operand without gradient, outside of all modules."""
-    for operation in evidence.forward:
-        refs = list(references(operation.args)) if operation.name in COMPARES and not operation.module else []
-        if len(refs) == 2 and refs[0].tracked != refs[1].tracked:
-            yield refs[refs[0].tracked].slot
-
-
-def goes_into_model(evidence: Evidence, change: Operation) -> bool:
-    """Whether the changed memory is read on a way into a module, too."""
-    reach = set(change.writes)
-    for op in evidence.forward:
-        touched = not reach.isdisjoint(op.reads) or any(is_written(evidence, change, s) for s in op.reads)
-        if op.index <= change.index or not touched:
-            continue
-        if op.module:
-            return True
-        if not any(ref.tracked for ref in references((op.args, op.kwargs))):
-            reach.update(op.makes)
-    return False
-
-
 # one array --------------------------------------------------------------------------------------------------
 
 SHARES = re.compile(r"\b(from_numpy|as_tensor|from_dlpack|frombuffer)\s*\(")
@@ -205,13 +159,10 @@ MOST = 12  # calls of modules from outside: a loop over time is no pair of views
 
 @dataclass
 class Pair:
-    """Two halves of what a network puts out that come from two views: slots of the first, the second, and of both."""
+    """Two views that one network is given, and its outputs: of the first (1), the second (2), or both ({1, 2})."""
 
-    first: set[int]
-    second: set[int]
-    joint: set[int]
-    views: tuple[int, int]  # the tensors that were given to the network
-    outputs: tuple[int, ...]  # two, or one that holds both
+    views: tuple[int, int]
+    outputs: dict[int, set[int]]
 
 
 def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
@@ -245,19 +196,19 @@ def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
 
 def pairs(evidence: Evidence) -> Iterator[Pair]:
     """Two calls of one module, or one call with two views in one batch."""
-    calls = [c for c in outermost(evidence) if len(c.inputs) >= 1 and c.outputs]
-    for place, one in enumerate(calls if len(calls) <= MOST else ()):
-        for two in calls[place + 1 :]:
-            if one.path != two.path or len(one.inputs) != len(two.inputs):
-                continue
-            views = one.inputs[0], two.inputs[0]
-            if evidence.slot(views[0]).shape == evidence.slot(views[1]).shape:
-                ends = one.outputs[0], two.outputs[0]
-                yield Pair({ends[0]}, {ends[1]}, set(), views, ends)
-        maker = evidence.maker(evidence.flow.behind(one.inputs[0], ALIASES))
-        refs = list(references(maker.args)) if maker is not None and maker.name in JOINS else []
-        if len(refs) == 2 and evidence.slot(refs[0].slot).shape == evidence.slot(refs[1].slot).shape:
-            yield Pair(set(), set(), {one.outputs[0]}, (refs[0].slot, refs[1].slot), (one.outputs[0],))
+    slots = evidence.tape.slots
+    calls = [c for c in outermost(evidence) if c.inputs and c.outputs]
+    calls = calls if len(calls) <= MOST else []
+    for one, two in combinations(calls, 2):
+        views = one.inputs[0], two.inputs[0]
+        alike = one.path == two.path and len(one.inputs) == len(two.inputs)
+        if alike and slots[views[0]].shape == slots[views[1]].shape:
+            yield Pair(views, {one.outputs[0]: {1}, two.outputs[0]: {2}})
+    for call in calls:
+        maker = evidence.maker(evidence.flow.behind(call.inputs[0], ALIASES))
+        parts = maker.reads if maker is not None and maker.name in JOINS else []
+        if len(parts) == 2 and slots[parts[0]].shape == slots[parts[1]].shape:
+            yield Pair((parts[0], parts[1]), {call.outputs[0]: {1, 2}})
 
 
 def outermost(evidence: Evidence) -> list[ModuleCall]:
@@ -288,34 +239,26 @@ def line_that_writes_twice(evidence: Evidence, view: int) -> Line | None:
 
 def is_compared(evidence: Evidence, pair: Pair) -> bool:
     """Whether the loss puts one half beside the other, entry by entry or row by row."""
-    first, second, joint = set(pair.first), set(pair.second), set(pair.joint)
-    start = min(evidence.slot(slot).made_by or 0 for slot in pair.outputs)
-    for op in (op for op in evidence.flow.operations if op.index >= start):
-        refs = [ref.slot for ref in references((op.args, op.kwargs)) if is_large(evidence, ref.slot)]
-        ones, twos, both = ([s for s in refs if s in half] for half in (first, second, joint))
-        if (ones and twos and op.name in (*PRODUCTS, *APART)) or (len(both) >= 2 and op.name in PRODUCTS):
+    views_of = dict(pair.outputs)  # what each slot is made of
+    for op in evidence.flow.operations:
+        seen = [views_of[slot] for slot in op.reads if slot in views_of and is_large(evidence, slot)]
+        together: set[int] = set().union(*seen)
+        beside = op.name in PRODUCTS or (op.name in APART and seen[:1] != seen[1:2])
+        if len(seen) > 1 and together == {1, 2} and beside:
             return True
-        made = [slot for slot in op.makes if slot not in first | second | joint]
-        if both and half_of(op) == "both":
-            first.update(made[:1])
-            second.update(made[1:])
-        elif both or (ones and twos):
-            {"first": first, "second": second}.get(half_of(op) if both else "", joint).update(made)
-        elif ones or twos:
-            (first if ones else second).update(made)
+        for place, slot in enumerate(op.makes if seen else ()):
+            views_of.setdefault(slot, together & half_of(op, place) if together == {1, 2} else together)
     return False
 
 
-def half_of(op: Operation) -> str:
-    """Whether an operation takes a batch of two views apart again."""
+def half_of(op: Operation, place: int) -> set[int]:
+    """The views that a result has, of an operation that may take a batch of two apart again."""
     if op.name in ("split", "chunk", "split_with_sizes", "unbind") and len(op.makes) == 2:
-        return "both"
-    if op.name != "slice" or len(op.args) < 4 or op.args[1] != 0:
-        return ""
-    begins, ends = op.args[2] or 0, op.args[3]
-    if begins == 0 and isinstance(ends, int) and ends < 2**62:
-        return "first"
-    return "second" if isinstance(begins, int) and begins > 0 else ""
+        return {1 + place}
+    if op.name == "slice" and len(op.args) >= 4 and op.args[1] == 0:
+        begins, ends = op.args[2] or 0, op.args[3]
+        return {2} if begins > 0 else {1} if isinstance(ends, int) and ends < 2**62 else {1, 2}
+    return {1, 2}
 
 
 def is_large(evidence: Evidence, slot: int) -> bool:
@@ -325,20 +268,17 @@ def is_large(evidence: Evidence, slot: int) -> bool:
 def gives_the_same(evidence: Evidence, pair: Pair) -> bool:
     """Whether the network's outputs for both views agree (to rounding) and differ among samples."""
     found = evidence.flow.values(pair.outputs)
-    if any(slot not in found for slot in pair.outputs):
+    both = (
+        torch.cat([found[slot] for slot in pair.outputs])
+        if found.keys() >= set(pair.outputs)
+        else torch.zeros(1)
+    )
+    if not both.dim() or not both.is_floating_point() or len(both) < 4:
         return False
-    values = [found[slot] for slot in pair.outputs]
-    one, two = values if len(values) == 2 else halves(values[0])
-    if one.shape != two.shape or not one.is_floating_point() or one.shape[:1] in ((), (1,)):
-        return False
+    one, two = both[: len(both) // 2], both[len(both) // 2 :][: len(both) // 2]
     size = float(one.abs().max())
     differ = bool((one != one[:1]).any())
     return differ and size > 0 and float((one - two).abs().max()) <= CHANGED * size
-
-
-def halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    count = value.shape[0] // 2 if value.dim() else 0
-    return (value[:count], value[count : 2 * count]) if count else (value, value.new_zeros(0))
 
 
 def are_equal(evidence: Evidence, one: int, two: int) -> bool:

@@ -60,11 +60,11 @@ def are_targets_in_another_order(evidence: Evidence) -> Iterator[Verdict]:
 def judge(x: Tensor, y: Tensor, orders: list[dict[str, Any]], classes: bool) -> tuple[str, str] | None:
     """(name of the order, how often neighbours agree), where only one of the orders makes sense of the pairs."""
     fitting = [order for order in orders if len(order["places"]) == len(y)]
-    near = nearest_others(x.reshape(len(x), -1)[:ROWS, :COLUMNS].double().cpu()) if fitting else None
+    if not fitting:
+        return None
+    near = nearest_others(x.reshape(len(x), -1)[:ROWS, :COLUMNS].double().cpu())
     answers = y.reshape(-1).double().cpu()
-    now, chance, z = (
-        agreement_with(near, answers[:ROWS], classes) if near is not None else (0.0, 0.0, STRANGERS)
-    )
+    now, chance, z = agreement_with(near, answers[:ROWS], classes)
     for order in fitting if z < STRANGERS else ():
         for places in (order["places"], torch.argsort(order["places"])):
             right, _, better = agreement_with(near, answers[places][:ROWS], classes)

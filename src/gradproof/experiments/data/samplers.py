@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.source import read
+from gradproof.instruments.source import lines_of_argument
 from gradproof.tape.operations import Line
 
 FAMILY = "data-order-or-sampling"
@@ -48,11 +47,10 @@ def too_few_weights(sampler: dict[str, Any]) -> Verdict | None:
 def judge(sampler: dict[str, Any]) -> Verdict | None:
     """By the first labels of which each class has one weight, and not all classes the same."""
     weights = sampler["weights"][: sampler["samples"]]
-    counts, means = next(
-        filter(None, (by_class(weights, labels) for labels in sampler["labels"])), (None, None)
-    )
-    if counts is None or counts.max() < UNEVEN * counts.min():
+    classes = next(filter(None, (by_class(weights, labels) for labels in sampler["labels"])), None)
+    if classes is None or classes[0].max() < UNEVEN * classes[0].min():
         return None
+    counts, means = classes
     exponent = grows_with(counts, means)
     if exponent is not None:
         said = f"a sample's weight grows with the count n of its class, as n^{exponent:.2g}: no inverse"
@@ -116,18 +114,6 @@ def place_of_weights(sampler: dict[str, Any]) -> str | None:
         return None
     line = Line(*sampler["place"])
     file = line.file.rsplit("/", 1)[-1]
-    made = ", ".join(f"{file}:{number}" for number in lines_of_weights(line) if number != line.number)
+    lines = lines_of_argument(line, "WeightedRandomSampler", "weights")[:2]
+    made = ", ".join(f"{file}:{number}" for number in lines if number != line.number)
     return f"{file}:{line.number}" + (f", weights computed at {made}" if made else "")
-
-
-def lines_of_weights(line: Line) -> list[int]:
-    source = read(line.file)
-    statement = source.statement_at(line.number)
-    for node in ast.walk(statement) if statement is not None else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("WeightedRandomSampler"):
-            given = [k.value for k in node.keywords if k.arg == "weights"] + node.args
-            found: list[int] = []
-            for expression in given[:1]:
-                source.follow(expression, source.scope_of(node), line.number, None, found)
-            return list(dict.fromkeys(found))[:2]
-    return []

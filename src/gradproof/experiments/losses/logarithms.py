@@ -146,7 +146,7 @@ STRETCHES = 1e-3  # the logarithm of a determinant that is told from nothing
 
 def of_determinants(evidence: Evidence) -> Iterator[Verdict]:
     """A density counts how much each layer stretches space: the more, the likelier the sample, the lower the loss."""
-    right = []
+    right: list[float] = []
     for stretch in find_stretches(evidence):
         slope = pull(evidence, stretch.slot)
         way = float(slope.double().sum()) if slope is not None else 0.0
