@@ -290,17 +290,11 @@ class Flow:
         return place_of_data(line) if line is not None else None
 
     def origin_line(self, slot: int, besides: Line | None = None) -> Line | None:
-        maker = self.maker(slot)
-        while maker is not None:
-            chosen = (
-                self.maker(maker.reads[1])
-                if maker.name.startswith("index") and len(maker.reads) > 1
-                else None
-            )
-            for op in (chosen, maker):
+        for maker in self.chain(slot):
+            index = self.reads(maker)[1:2] if maker.name.startswith("index") else []
+            for op in (*(self.maker(chosen) for chosen in index), maker):
                 if op is not None and op.line is not None and op.line != besides:
                     return op.line
-            maker = self.maker(maker.reads[0]) if maker.reads else None
         return besides
 
     def ancestors(self, slot: int) -> set[int]:

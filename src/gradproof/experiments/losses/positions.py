@@ -253,16 +253,13 @@ def of_alignments(evidence: Evidence) -> Iterator[Verdict]:
     the blank itself, which means that nothing is said: a path through it is never written."""
     for op in (op for op in evidence.flow.operations if op.name == "_ctc_loss"):
         labels, given = labels_and_frames(evidence.flow, op)
-        frames, _, classes = evidence.slot(op.args[0].slot).shape
+        frames, *_, classes = evidence.slot(op.args[0].slot).shape
         wanted, every = torch.tensor([len(row) for row in labels]), torch.cat(labels)
         # a blank has to stand between two that are the same
         again = torch.tensor([int((row[1:] == row[:-1]).sum()) for row in labels])
         short, longest = given < wanted + again, int(given.max())
-        if (
-            len(given) >= SMALLEST
-            and float(short.double().mean()) > TOO_SHORT
-            and longest <= LONGEST * frames
-        ):
+        many = len(given) >= SMALLEST and float(short.double().mean()) > TOO_SHORT
+        if many and longest <= LONGEST * frames:
             dropped = ", and zero_infinity drops them without a word" if op.args[-1] is True else ""
             yield confirmed(
                 f"{FAMILY}/frames-left-out",
