@@ -71,7 +71,11 @@ def has_targets(evidence: Evidence) -> bool:
 
 def has_values(evidence: Evidence) -> bool:
     floats = (evidence.slot(slot).dtype.is_floating_point for slot in evidence.roles.target_slots)
-    return any(comparison.kind == "value" for comparison in evidence.flow.comparisons) or any(floats)
+    return compares(evidence, "value") or any(floats)
+
+
+def compares(evidence: Evidence, kind: str) -> bool:
+    return any(comparison.kind == kind for comparison in evidence.flow.comparisons)
 
 
 def token_slots(evidence: Evidence) -> list[int]:
@@ -112,8 +116,10 @@ HAS: dict[str, Callable[[Evidence], bool]] = {
     "optimizers": has_optimizers,
     "whole updates": lambda evidence: not evidence.facts.sharded,
     "updates by hand": is_by_hand,
+    "two optimizers": lambda evidence: len(evidence.specimen.optimizer_records) > 1,
     "targets": has_targets,
     "values": has_values,
+    "yes or no": lambda evidence: compares(evidence, "binary"),
     "tokens": has_tokens,
     "attention": has_attention,
     "activations": uses(*RECTIFIERS, *SQUASHERS),

@@ -65,6 +65,18 @@ def test_rewards_of_one_buffer_inside_a_step(kept):
     )
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_noise_scaled_in_place_is_the_target_too(in_place):
+    model = nn.Linear(4, 4)
+
+    def loss():
+        clean, noise = torch.randn(16, 4), torch.randn(16, 4)
+        mixed = clean + (noise.mul_(0.3) if in_place else noise * 0.3)
+        return (model(mixed) - noise).pow(2).mean()
+
+    assert ids(verdicts(model, loss)) == ({"aliasing-or-inplace/target-changed"} if in_place else set())
+
+
 def preferred(policy, reference, x, y):
     """The margin of two answers against that of a reference, as preference tuning has it."""
 

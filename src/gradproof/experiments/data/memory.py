@@ -1,4 +1,4 @@
-"""Do two things share memory? Stacks of one buffer or array, two views that are one, a network and itself."""
+"""Do two things share memory? Stacks of one buffer or array, targets changed with inputs, two views that are one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ NEARLY_ALL = 0.9  # of the members: the first or the last of a loop may be made 
 JOINS = ("cat", "stack")
 WHOLE = RESHAPES | {"detach"}  # all of a tensor, in the same memory
 COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+CHANGES = (
+    "mul_", "add_", "sub_", "div_", "index_put_", "masked_fill_", "copy_", "clamp_", "scatter_", "bernoulli_",
+)  # fmt: skip
 
 
 def do_two_things_share_memory(evidence: Evidence) -> Iterator[Verdict]:
-    """A stack of one buffer, or of one array; two views that are one tensor; a reference that is what it refers to."""
-    looks = (stack_of_one_buffer, stacks_of_one_array, two_views_that_are_one, compared_with_itself)
+    """A stack of one buffer is proof; so are two views that are one tensor; a target changed in place, a warning."""
+    looks = (one_buffer, stacks_of_one_array, two_views_that_are_one, compared_with_itself)
     yield from causes_of(each(evidence, *looks))
+
+
+def one_buffer(evidence: Evidence) -> Verdict | None:
+    return stack_of_one_buffer(evidence) or target_changed_with_input(evidence)
 
 
 def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
@@ -96,6 +103,44 @@ def place_in_memory(flow: Flow, views: dict[int, tuple], slot: int) -> tuple:
 def is_written(evidence: Evidence, operation: Operation, slot: int) -> bool:
     storage = evidence.slot(slot).storage
     return storage >= 0 and any(evidence.slot(w).storage == storage for w in operation.writes)
+
+
+def target_changed_with_input(evidence: Evidence) -> Verdict | None:
+    """An operation in place whose result goes into the model, on memory that the loss compares with afterwards."""
+    targets = [evidence.flow.behind(slot, WHOLE) for slot in compared_with(evidence)]
+    for op in evidence.flow.forward:
+        changed = op.name in CHANGES and not op.module and any(is_written(evidence, op, t) for t in targets)
+        if changed and goes_into_model(evidence, op):
+            return confirmed(
+                "aliasing-or-inplace/target-changed",
+                f"{op.name} changes in place what the loss compares with, and the model gets the result too",
+                where=place_of(op.module, op.line),
+                fix=f"use the operation without the underscore ({op.name.rstrip('_')}), or clone() first",
+                level="warning",
+                confidence="likely",
+            )
+    return None
+
+
+def compared_with(evidence: Evidence) -> Iterator[int]:
+    """What the loss compares predictions with: the operand without gradient, outside of all modules."""
+    for operation in evidence.flow.forward:
+        refs = list(references(operation.args)) if operation.name in COMPARES and not operation.module else []
+        if len(refs) == 2 and refs[0].tracked != refs[1].tracked:
+            yield refs[refs[0].tracked].slot
+
+
+def goes_into_model(evidence: Evidence, change: Operation) -> bool:
+    """Whether the changed memory is read on a way into a module, too."""
+    reach = set(change.writes)
+    for op in (op for op in evidence.flow.forward if op.index > change.index):
+        if reach.isdisjoint(op.reads) and not any(is_written(evidence, change, slot) for slot in op.reads):
+            continue
+        if op.module:
+            return True
+        if not any(ref.tracked for ref in references((op.args, op.kwargs))):
+            reach.update(op.makes)
+    return False
 
 
 # one array --------------------------------------------------------------------------------------------------
