@@ -286,7 +286,8 @@ def is_compared(evidence: Evidence, pair: Pair) -> bool:
     """Whether the loss puts one half beside the other, entry by entry or row by row."""
     views_of = dict(pair.outputs)  # what each slot is made of
     for op in evidence.flow.operations:
-        seen = [views_of[slot] for slot in op.reads if slot in views_of and is_large(evidence, slot)]
+        reads = (slot for slot in evidence.flow.reads(op) if slot in views_of)
+        seen = [views_of[slot] for slot in reads if is_large(evidence, slot)]
         together: set[int] = set().union(*seen)
         beside = op.name in PRODUCTS or (op.name in APART and seen[:1] != seen[1:2])
         if len(seen) > 1 and together == {1, 2} and beside:

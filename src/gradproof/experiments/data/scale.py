@@ -216,9 +216,10 @@ def of_features(evidence: Evidence, slot: int, value: Tensor, learned: float | N
 
 def first_read(flow: Flow, fewest: int) -> tuple[Operation, int, Tensor] | None:
     """(layer, slot, value): the batch as the first layer reads it, unless that normalises or looks rows up."""
+    made = flow.tracked | flow.weights
     for op in flow.layers:
         for slot in (flow.tape.slots[read] for read in op.reads):
-            if slot.index in flow.tracked | flow.weights or len(slot.shape) < 2 or slot.shape[0] < fewest:
+            if slot.index in made or len(slot.shape) < 2 or slot.shape[0] < fewest:
                 continue
             value = None if slot.is_sparse or op.name in NORMS else flow.value(slot.index)
             known = value is not None and value.is_floating_point() and value.numel() > 0
