@@ -98,13 +98,6 @@ def test_weights_for_classes(tmp_path):
     assert cause[f"{FAMILY}/weights-of-classes"].level == "problem"
 
 
-def test_weights_without_effect(tmp_path):
-    x, y = table()
-    weights = (1 / counts_of(y))[y]
-    cause = train(tmp_path, lambda: loader(TensorDataset(x, y), weights, replacement=False))
-    assert cause[f"{FAMILY}/weights-without-effect"].level == "warning"
-
-
 @pytest.mark.parametrize(
     "weigh",
     [

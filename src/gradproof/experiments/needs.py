@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from gradproof.experiments.data.one_sided import image_and_map
-from gradproof.experiments.losses.terms import policy_terms
 from gradproof.experiments.network.units import RECTIFIERS, SQUASHERS
 from gradproof.experiments.table import NEEDS, Question
+from gradproof.instruments.choices import policy_terms
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import SOFTMAXES
 from gradproof.instruments.grids import find_tokens

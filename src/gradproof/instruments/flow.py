@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -247,6 +247,48 @@ class Flow:
         made_by = self.tape.slots[slot].made_by
         return None if made_by is None else self.tape.operations[made_by]
 
+    def chain(self, slot: int) -> Iterator[Operation]:
+        """The operations behind a slot, the last first, each of which made the first operand of the one before."""
+        while (maker := self.maker(slot)) is not None:
+            yield maker
+            if not self.reads(maker):
+                return
+            slot = self.reads(maker)[0]
+
+    def follow(
+        self, slot: int, *steps: Collection[str], through: Collection[str] = VIEWS
+    ) -> Operation | None:
+        """The last operation of a pattern, walked backwards: names of one operation a step, between them `through`.
+
+        flow.follow(slot, {"exp"}, {"sub"})    # the difference whose exponential a slot is, seen through views
+        """
+        chain, found = self.chain(slot), None
+        for names in steps:
+            found = next((op for op in chain if op.name in names or op.name not in through), None)
+            if found is None or found.name not in names:
+                return None
+        return found
+
+    def reached(self, slots: Iterable[int], through: Collection[str]) -> tuple[set[int], list[Operation]]:
+        """Forwards: what some slots are turned into by operations of some names, and the other operations on it."""
+        found, users = set(slots), []
+        for op in self.operations:
+            if found.isdisjoint(self.reads(op)):
+                continue
+            if op.name in through:
+                found.update(self.makes(op))
+            else:
+                users.append(op)
+        return found, users
+
+    def is_learned(self, slot: int) -> bool:
+        """Whether a parameter has a part in it: a teacher's answer, or an estimated return, is not data."""
+        return not self.weights.isdisjoint(self.ancestors(slot))
+
+    def value(self, slot: int) -> Tensor | None:
+        """What a slot held when it was first read, if that can be replayed."""
+        return self.values([slot]).get(slot)
+
     def behind(self, slot: int, names: Iterable[str]) -> int:
         """The slot that some views and copies were made from."""
         maker = self.maker(slot)
@@ -261,17 +303,11 @@ class Flow:
         return place_of_data(line) if line is not None else None
 
     def origin_line(self, slot: int, besides: Line | None = None) -> Line | None:
-        maker = self.maker(slot)
-        while maker is not None:
-            chosen = (
-                self.maker(maker.reads[1])
-                if maker.name.startswith("index") and len(maker.reads) > 1
-                else None
-            )
-            for op in (chosen, maker):
+        for maker in self.chain(slot):
+            index = self.reads(maker)[1:2] if maker.name.startswith("index") else []
+            for op in (*(self.maker(chosen) for chosen in index), maker):
                 if op is not None and op.line is not None and op.line != besides:
                     return op.line
-            maker = self.maker(maker.reads[0]) if maker.reads else None
         return besides
 
     def ancestors(self, slot: int) -> set[int]:

@@ -8,11 +8,13 @@ they arrive as they were sent, they say from which row each sample was taken.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import Flow
+from gradproof.instruments.flow import Comparison, Flow
 from gradproof.tape.operators import is_random
 
 SHORT_NUMBERS = 251  # bfloat16 and uint8 hold them all; a prime, so that strides do not repeat them
@@ -75,12 +77,31 @@ def data_behind(flow: Flow, slot: int) -> list[int]:
 
 def chain_behind(flow: Flow, slot: int) -> list[int]:
     """A target, and what it was made from, each from the first operand of the one before."""
-    found = [slot]
-    maker = flow.maker(slot)
-    while maker is not None and maker.reads and len(found) < LONGEST:
-        found.append(maker.reads[0])
-        maker = flow.maker(maker.reads[0])
-    return found
+    makers = (maker for maker in flow.chain(slot) if maker.reads)
+    return [slot, *(maker.reads[0] for maker in islice(makers, LONGEST - 1))]
+
+
+def inputs_of(flow: Flow, comparison: Comparison) -> list[int]:
+    """What this prediction was made from: a step may have several batches, each with targets of its own.
+
+    Batch norms hand statistics on from one pass to the next, so that a prediction depends on earlier batches, too: of
+    the calls of modules it is what the last one was given, of one inside another the outer one.
+    """
+    behind = flow.ancestors(comparison.prediction)
+    found = [slot for slot in flow.inputs if slot in behind]
+    calls = [call for call in flow.tape.modules if call.first <= comparison.operation.index]
+    calls = [call for call in calls if not behind.isdisjoint(call.outputs) and set(call.inputs) & set(found)]
+    last = max(calls, key=lambda call: (call.last, -call.first), default=None)
+    return found if last is None else [slot for slot in found if slot in last.inputs]
+
+
+def is_diagonal(flow: Flow, comparison: Comparison) -> bool:
+    """Whether each row of a square of scores is to be highest in its own column."""
+    shape = flow.tape.slots[comparison.prediction].shape
+    if comparison.kind != "class" or len(shape) != 2 or shape[0] != shape[1]:
+        return False
+    labels = flow.value(comparison.target)
+    return labels is not None and torch.equal(labels.cpu().long(), torch.arange(shape[0]))
 
 
 def sources(flow: Flow, slot: int) -> tuple[set[int], set[int]]:

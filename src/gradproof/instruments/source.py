@@ -9,12 +9,15 @@ import ast
 import functools
 import linecache
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import Flow
 from gradproof.tape.operations import Line
 
 MOST = 4  # lines that are named
+DEEPEST = 40  # assignments and calls that are followed
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -33,10 +36,7 @@ def say_where_made(
 
 def cut_line(flow: Flow, slot: int) -> Line | None:
     """The line that cut a batch out of its data."""
-    maker = flow.maker(slot)
-    while maker is not None and maker.line is None:
-        maker = flow.maker(maker.reads[0]) if maker.reads else None
-    return maker.line if maker is not None else None
+    return next((op.line for op in flow.chain(slot) if op.line is not None), None)
 
 
 def forward_line(evidence: Evidence) -> Line | None:
@@ -52,14 +52,13 @@ def forward_line(evidence: Evidence) -> Line | None:
 
 def lines_behind(line: Line | None, target: bool = False) -> list[int]:
     """The lines at which what a statement feeds to a model (or compares with) was made, the nearest first."""
-    statement = read(line.file).statement_at(line.number) if line is not None else None
-    if line is None or statement is None:
+    source = read(line.file) if line is not None else None
+    statement = source.statement_at(line.number) if source is not None and line is not None else None
+    start, part = first_expression(statement, target) if statement is not None else (None, None)
+    if line is None or source is None or statement is None or start is None:
         return []
-    source, found = read(line.file), list[int]()
-    start, part = first_expression(statement, target)
-    if start is not None:
-        source.follow(start, source.scope_of(statement), statement.lineno, part, found)
-    return [number for number in dict.fromkeys(found) if number != line.number][:MOST]
+    found = source.lines_of(start, At(source.scope_of(statement), statement.lineno, part))
+    return [number for number in found if number != line.number][:MOST]
 
 
 def lines_of_names(line: Line) -> list[int]:
@@ -67,12 +66,25 @@ def lines_of_names(line: Line) -> list[int]:
     source = read(line.file)
     statement = source.statement_at(line.number)
     found = [line.number]
-    for node in ast.walk(statement) if statement is not None else ():
-        if statement is not None and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            made: list[int] = []
-            source.follow(node, source.scope_of(statement), statement.lineno, None, made)
-            found += made[:MOST]
+    if statement is not None:
+        at = At(source.scope_of(statement), statement.lineno)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                found += source.lines_of(node, at)[:MOST]
     return list(dict.fromkeys(found))
+
+
+def lines_of_argument(line: Line, function: str, name: str) -> list[int]:
+    """The lines that made what a call at a line is given under a name, or first."""
+    source = read(line.file)
+    statement = source.statement_at(line.number)
+    calls = (
+        [node for node in ast.walk(statement) if isinstance(node, ast.Call)] if statement is not None else []
+    )
+    for call in (call for call in calls if ast.unparse(call.func).endswith(function)):
+        given = [k.value for k in call.keywords if k.arg == name] + call.args
+        return source.lines_of(given[0], At(source.scope_of(call), line.number)) if given else []
+    return []
 
 
 def first_expression(statement: ast.stmt, target: bool) -> tuple[ast.expr | None, int | None]:
@@ -106,6 +118,19 @@ def argument_of_loss(statement: ast.stmt) -> ast.expr | None:
     return getattr(statement, "value", None)
 
 
+@dataclass(frozen=True)
+class At:
+    """From where an expression is read, and which of several values is meant."""
+
+    scope: Scope
+    before: int
+    part: int | None = None
+    depth: int = 0
+
+    def on(self, **changes: Any) -> At:
+        return replace(self, depth=self.depth + 1, **changes)
+
+
 class Source:
     """One file: its functions, its classes, and who is inside of whom."""
 
@@ -130,71 +155,68 @@ class Source:
                 return node
         return self.tree
 
-    def follow(
-        self, node: ast.expr, scope: Scope, before: int, part: int | None, found: list[int], depth: int = 0
-    ) -> None:
-        """Note the lines that made an expression; `part` is which of several values is meant."""
-        if len(found) >= 2 * MOST or depth > 40:
-            return
-        again = functools.partial(self.follow, scope=scope, before=before, found=found, depth=depth + 1)
-        if isinstance(node, ast.Name):
-            self._follow_name(node.id, scope, before, part, found, depth)
-        elif isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                self._follow_attribute(node.attr, scope, before, part, found, depth)
-            else:
-                again(node.value, part=None)
-        elif isinstance(node, ast.Call):
-            self._follow_call(node, scope, before, part, found, depth)
-        elif isinstance(node, ast.Tuple):
-            if part is not None and part < len(node.elts):
-                again(node.elts[part], part=None)
-            elif node.elts:
-                again(node.elts[0], part=None)
-        elif isinstance(node, ast.BinOp):
-            constant = isinstance(node.left, (ast.Constant, ast.UnaryOp))
-            again(node.right if constant else node.left, part=None)
-        elif isinstance(node, (ast.Subscript, ast.Starred, ast.Await)):
-            again(node.value, part=part if isinstance(node, ast.Starred) else None)
-        elif isinstance(node, (ast.ListComp, ast.GeneratorExp)):
-            again(node.elt, part=None)
-        elif isinstance(node, ast.IfExp):
-            again(node.body, part=part)
-        elif isinstance(node, (ast.List, ast.Set)) and node.elts:
-            again(node.elts[0], part=None)
+    def lines_of(self, node: ast.expr, at: At) -> list[int]:
+        """The lines that made an expression, the nearest first."""
+        found: list[int] = []
+        self._follow(node, at, found)
+        return list(dict.fromkeys(found))
 
-    def _follow_name(
-        self, name: str, scope: Scope, before: int, part: int | None, found: list[int], depth: int
-    ) -> None:
-        made = list(self._assignments(name, scope))
-        earlier = [entry for entry in made if entry[0] < before] or made
+    def _follow(self, node: ast.expr, at: At, found: list[int]) -> None:
+        if len(found) >= 2 * MOST or at.depth > DEEPEST:
+            return
+        match node:
+            case ast.Name():
+                self._follow_name(node.id, at, found)
+            case ast.Attribute(value=ast.Name(id="self")):
+                self._follow_attribute(node.attr, at, found)
+            case ast.Call():
+                self._follow_call(node, at, found)
+            case ast.Tuple(elts=[first, *_]):
+                inside = at.part is not None and at.part < len(node.elts)
+                self._follow(node.elts[at.part or 0] if inside else first, at.on(part=None), found)
+            case ast.BinOp():
+                constant = isinstance(node.left, (ast.Constant, ast.UnaryOp))
+                self._follow(node.right if constant else node.left, at.on(part=None), found)
+            case ast.Starred():
+                self._follow(node.value, at.on(), found)
+            case ast.Attribute() | ast.Subscript() | ast.Await():
+                self._follow(node.value, at.on(part=None), found)
+            case ast.ListComp() | ast.GeneratorExp():
+                self._follow(node.elt, at.on(part=None), found)
+            case ast.IfExp():
+                self._follow(node.body, at.on(), found)
+            case ast.List(elts=[first, *_]) | ast.Set(elts=[first, *_]):
+                self._follow(first, at.on(part=None), found)
+
+    def _follow_name(self, name: str, at: At, found: list[int]) -> None:
+        made = list(self._assignments(name, at.scope))
+        earlier = [entry for entry in made if entry[0] < at.before] or made
         if earlier:
             line, value, position = max(earlier, key=lambda entry: entry[0])
             if not _only_wraps(value):
                 found.append(line)
-            self.follow(value, scope, line, position if position is not None else part, found, depth + 1)
+            self._follow(value, at.on(before=line, part=at.part if position is None else position), found)
             return
-        if isinstance(scope, FUNCTIONS):
-            names = [arg.arg for arg in scope.args.args]
-            for call in self._calls(scope) if name in names else ():
-                place = names.index(name) - (names[0] == "self")
-                given = {k.arg: k.value for k in call.keywords}.get(name)
-                if given is None and 0 <= place < len(call.args):
-                    given = call.args[place]
-                if given is not None:
-                    self.follow(given, self.scope_of(call), call.lineno, part, found, depth + 1)
-                    return
-            # from around the function, as it was when the function was last called there
-            if name not in names:
-                outer = self.scope_of(scope)
-                called = [call.lineno for call in self._calls(scope) if self.scope_of(call) is outer]
-                self._follow_name(name, outer, max(called, default=10**9), part, found, depth + 1)
+        if not isinstance(at.scope, FUNCTIONS):
+            return
+        names = [arg.arg for arg in at.scope.args.args]
+        for call in self._calls(at.scope) if name in names else ():
+            place = names.index(name) - (names[0] == "self")
+            given = {k.arg: k.value for k in call.keywords}.get(name)
+            if given is None and 0 <= place < len(call.args):
+                given = call.args[place]
+            if given is not None:
+                self._follow(given, at.on(scope=self.scope_of(call), before=call.lineno), found)
+                return
+        # from around the function, as it was when the function was last called there
+        if name not in names:
+            outer = self.scope_of(at.scope)
+            called = [call.lineno for call in self._calls(at.scope) if self.scope_of(call) is outer]
+            self._follow_name(name, at.on(scope=outer, before=max(called, default=10**9)), found)
 
     def _assignments(self, name: str, scope: Scope) -> Iterator[tuple[int, ast.expr, int | None]]:
         """Every (line, value, which part of it) that gives a name its value in a scope."""
-        for node in ast.walk(scope):
-            if self.scope_of(node) is not scope:
-                continue
+        for node in (node for node in ast.walk(scope) if self.scope_of(node) is scope):
             targets: list[ast.expr] = []
             if isinstance(node, ast.Assign):
                 targets, value = node.targets, node.value
@@ -202,59 +224,62 @@ class Source:
                 targets, value = [node.target], node.value
             elif isinstance(node, (ast.For, ast.comprehension)):
                 targets, value = [node.target], node.iter
-            for target in targets:
-                line = getattr(node, "lineno", target.lineno)
+            for target, place in _each(targets):
                 if isinstance(target, ast.Name) and target.id == name:
-                    yield line, value, None
-                elif isinstance(target, ast.Tuple):
-                    for place, part in enumerate(target.elts):
-                        if isinstance(part, ast.Name) and part.id == name:
-                            yield line, value, place
+                    yield getattr(node, "lineno", target.lineno), value, place
 
-    def _follow_attribute(
-        self, name: str, scope: Scope, before: int, part: int | None, found: list[int], depth: int
-    ) -> None:
+    def _follow_attribute(self, name: str, at: At, found: list[int]) -> None:
         """`self.images`: where the class last sets it; from there on, where it was set before."""
-        owner = self.parent.get(scope)
-        made: list[tuple[int, ast.Assign, int | None]] = []
-        for node in ast.walk(owner) if isinstance(owner, ast.ClassDef) else ():
-            for target in node.targets if isinstance(node, ast.Assign) else ():
-                several = isinstance(target, ast.Tuple)
-                for place, one in enumerate(target.elts if isinstance(target, ast.Tuple) else [target]):
-                    if isinstance(one, ast.Attribute) and one.attr == name and isinstance(node, ast.Assign):
-                        made.append((node.lineno, node, place if several else part))
-        here = [entry for entry in made if self.scope_of(entry[1]) is not scope or entry[0] < before]
+        owner = self.parent.get(at.scope)
+        nodes = ast.walk(owner) if isinstance(owner, ast.ClassDef) else ()
+        made = [
+            (node.lineno, node, at.part if place is None else place)
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            for target, place in _each(node.targets)
+            if isinstance(target, ast.Attribute) and target.attr == name
+        ]
+        here = [entry for entry in made if self.scope_of(entry[1]) is not at.scope or entry[0] < at.before]
         if here:
             line, statement, which = max(here, key=lambda entry: entry[0])
             found.append(line)
-            self.follow(statement.value, self.scope_of(statement), line, which, found, depth + 1)
+            self._follow(
+                statement.value, at.on(scope=self.scope_of(statement), before=line, part=which), found
+            )
 
-    def _follow_call(
-        self, node: ast.Call, scope: Scope, before: int, part: int | None, found: list[int], depth: int
-    ) -> None:
-        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    def _follow_call(self, node: ast.Call, at: At, found: list[int]) -> None:
+        name = _name_of(node)
         own = isinstance(node.func, ast.Name) or _is_self(node.func)
         inside = self.functions.get(name) if own else None
         if name in self.classes:  # a Dataset of the script's own: what it hands out
             methods = [n for n in self.classes[name].body if isinstance(n, FUNCTIONS)]
             inside = next((m for m in methods if m.name in ("__getitem__", "__iter__")), None)
-        if inside is not None:
-            for result in ast.walk(inside):
-                if isinstance(result, (ast.Return, ast.Yield)) and result.value is not None:
-                    found.append(result.lineno)
-                    self.follow(result.value, inside, result.lineno, part, found, depth + 1)
-                    return
+        results = (n for n in ast.walk(inside) if isinstance(n, (ast.Return, ast.Yield))) if inside else ()
+        result = next((n for n in results if n.value is not None), None)
+        if inside is not None and result is not None and result.value is not None:
+            found.append(result.lineno)
+            self._follow(result.value, at.on(scope=inside, before=result.lineno), found)
+        elif inside is not None:
+            return
         elif isinstance(node.func, ast.Attribute) and not _is_library(node.func):
-            self.follow(node.func.value, scope, before, part, found, depth + 1)
+            self._follow(node.func.value, at.on(), found)
         elif node.args:
-            self.follow(node.args[0], scope, before, part, found, depth + 1)
+            self._follow(node.args[0], at.on(), found)
 
     def _calls(self, function: Scope) -> Iterator[ast.Call]:
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call):
-                name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-                if name == getattr(function, "name", None):
-                    yield node
+        calls = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+        yield from (call for call in calls if _name_of(call) == getattr(function, "name", None))
+
+
+def _each(targets: list[ast.expr]) -> Iterator[tuple[ast.expr, int | None]]:
+    """What an assignment sets: a target, or each of several, with its place among them."""
+    for target in targets:
+        several = target.elts if isinstance(target, ast.Tuple) else []
+        yield from ((part, place) for place, part in enumerate(several)) if several else ((target, None),)
+
+
+def _name_of(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
 def _only_wraps(value: ast.expr) -> bool:

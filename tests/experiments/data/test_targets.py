@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
-from gradproof.experiments.data.targets import agreement, do_targets_belong_to_inputs, inputs_of
+from gradproof.experiments.data.targets import do_targets_belong_to_inputs
+from gradproof.instruments.neighbours import agreement
+from gradproof.instruments.rows import inputs_of
 
 X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(200) % 4

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of
 from torch import nn
 
+from gradproof.experiments.losses.activation import does_the_output_fit_the_loss
 from gradproof.experiments.losses.logarithms import are_logarithms_where_they_are_wanted
 
+QUESTIONS = (does_the_output_fit_the_loss, are_logarithms_where_they_are_wanted)
 torch.manual_seed(0)
 X = torch.randn(16, 5)
 COUNTS, VALUE = torch.poisson(torch.ones(16, 4) * 2), torch.randn(16, 4)
@@ -85,9 +87,8 @@ GOOD = {
 def test_a_mismatch_is_named(name):
     make_loss, what = BAD[name]
     model = nn.Linear(5, 4)
-    found = confirmed_ids(
-        are_logarithms_where_they_are_wanted, evidence_of(model, lambda: make_loss(model(X)))
-    )
+    evidence = evidence_of(model, lambda: make_loss(model(X)))
+    found = [id for question in QUESTIONS for id in confirmed_ids(question, evidence)]
     assert found == [f"loss-activation-mismatch/{what}"]
 
 
@@ -95,7 +96,7 @@ def test_a_mismatch_is_named(name):
 def test_what_fits_is_left_alone(name):
     model = nn.Linear(5, 4)
     evidence = evidence_of(model, lambda: GOOD[name](model(X)))
-    assert not confirmed_ids(are_logarithms_where_they_are_wanted, evidence)
+    assert not [id for question in QUESTIONS for id in confirmed_ids(question, evidence)]
 
 
 class Recogniser(nn.Module):
@@ -129,6 +130,7 @@ def test_log_probabilities_along_another_axis(make, loss, right, axis):
     if axis > right:
         return
     model = make()
-    found = list(are_logarithms_where_they_are_wanted(evidence_of(model, lambda: loss(model, axis))))
+    said = does_the_output_fit_the_loss(evidence_of(model, lambda: loss(model, axis)))
+    found = [v for v in said if v.id]
     assert [v.id for v in found] == ([] if axis == right else ["axis-or-shape-error/softmax-axis"])
     assert all("test_logarithms.py" in v.where and f"axis {axis}" in v.evidence[0] for v in found)

@@ -119,7 +119,6 @@ CAUSES = (
             ),
             ("policy-sign", "minimise the negative: loss = -(log_prob * advantage).mean()"),
             ("sign", "remove the minus sign in front of the loss, or pass maximize=True"),
-            ("entropy-sign", "subtract it: loss = policy_loss - coefficient * entropy"),
             (
                 "one-term-drowns",
                 "sum both over the entries of a sample and average over the batch: "
@@ -215,7 +214,6 @@ CAUSES = (
                 "torch.bincount(labels).float()[labels]",
             ),
             ("weights-of-classes", "give the sampler a weight for each sample: class_weights[labels]"),
-            ("weights-without-effect", "draw with replacement=True"),
             (
                 "changed-on-the-way",
                 "hold a batch from after the turn against one from before it (`gradproof ask RUN fed --step N` for "

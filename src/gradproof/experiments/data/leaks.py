@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradproof.experiments.data.batches import Batch, fingerprints, remember_batch
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded, undecided
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.ledger import Batch, fingerprints, remember_batch
 
 FAMILY = "data-order-or-sampling"
 FEWEST = 50  # samples of a validation
@@ -29,38 +29,34 @@ def has_validation_been_trained_on(evidence: Evidence) -> Iterator[Verdict]:
 
 def is_it_of_another_size(evidence: Evidence) -> Verdict | None:
     """What was done to the inputs of the training and not to those of the validation: a division, say."""
-    found = evidence.flow.values(evidence.flow.inputs)
-    for slot in evidence.flow.inputs:
-        batch = found.get(slot)
-        if batch is None or not batch.is_floating_point() or batch.dim() < 2 or len(batch) < FEW:
+    for batch in evidence.flow.values(evidence.flow.inputs).values():
+        if not batch.is_floating_point() or batch.dim() < 2 or len(batch) < FEW:
             continue
-        middle, spread = _size(batch)
+        middle, spread = size_of(batch)
         for line, rows in evidence.facts.evaluated.items():
-            alike = [
-                row.to(batch.device)
-                for row in rows
-                if row.shape[1:] == batch.shape[1:] and row.dtype == batch.dtype
-            ]
-            if sum(len(row) for row in alike) < FEW or not 0 < spread < math.inf:
+            alike = [row for row in rows if row.shape[1:] == batch.shape[1:] and row.dtype == batch.dtype]
+            if sum(map(len, alike)) < FEW:
                 continue
-            other_middle, other_spread = _size(torch.cat(alike))
+            other_middle, other_spread = size_of(torch.cat([row.to(batch.device) for row in alike]))
+            apart = abs(other_middle - middle) >= AWAY * max(spread, other_spread)
+            if not math.isfinite(spread + other_spread + other_middle) or min(spread, other_spread) <= 0:
+                continue
             times = other_spread / spread
-            if not math.isfinite(other_middle + other_spread) or other_spread == 0:
-                continue
-            if 1 / TIMES < times < TIMES and abs(other_middle - middle) < AWAY * max(spread, other_spread):
-                continue
-            return confirmed(
-                "input-or-target-scale/validated-otherwise",
-                f"the inputs of the training have a mean of {middle:.3g} and a deviation of {spread:.3g}, those of "
-                f"the validation {other_middle:.3g} and {other_spread:.3g}: they were prepared in another way",
-                where=line,
-                level="problem" if not 1 / CLEAR < times < CLEAR else "warning",  # a harder test may be meant
-                confidence="likely",
-            )
+            if apart or not 1 / TIMES < times < TIMES:
+                return confirmed(
+                    "input-or-target-scale/validated-otherwise",
+                    f"the inputs of the training have a mean of {middle:.3g} and a deviation of {spread:.3g}, those "
+                    f"of the validation {other_middle:.3g} and {other_spread:.3g}: they were prepared in another way",
+                    where=line,
+                    level="problem"
+                    if not 1 / CLEAR < times < CLEAR
+                    else "warning",  # a harder test may be meant
+                    confidence="likely",
+                )
     return None
 
 
-def _size(batch: Tensor) -> tuple[float, float]:
+def size_of(batch: Tensor) -> tuple[float, float]:
     numbers = batch.detach().double()
     return float(numbers.mean()), float(numbers.std())
 

@@ -5,18 +5,28 @@ from __future__ import annotations
 import linecache
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
-from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import ALIASES, RESHAPES, VIEWS, place_of
+from gradproof.instruments.flow import ALIASES, RESHAPES, VIEWS, Flow, place_of
 from gradproof.instruments.hearing import CHANGED
 from gradproof.instruments.source import forward_line
 from gradproof.tape.operations import Line, ModuleCall, Operation, references
+
+FEWEST = 6  # members of a stack that are one and the same memory
+NEARLY_ALL = 0.9  # of the members: the first or the last of a loop may be made apart
+JOINS = ("cat", "stack")
+WHOLE = RESHAPES | {"detach"}  # all of a tensor, in the same memory
+COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+CHANGES = (
+    "mul_", "add_", "sub_", "div_", "index_put_", "masked_fill_", "copy_", "clamp_", "scatter_", "bernoulli_",
+)  # fmt: skip
 
 
 def do_two_things_share_memory(evidence: Evidence) -> Iterator[Verdict]:
@@ -29,88 +39,65 @@ def one_buffer(evidence: Evidence) -> Verdict | None:
     return stack_of_one_buffer(evidence) or target_changed_with_input(evidence)
 
 
-FEWEST = 6  # members of a stack that are one and the same memory
-NEARLY_ALL = 0.9  # of the members: the first or the last of a loop may be made apart
-STACKS = ("stack", "cat")
-WHOLE = RESHAPES | {"detach"}  # all of a tensor, in the same memory
-COMPARES = ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
-CHANGES = (
-    "mul_", "add_", "sub_", "div_", "index_put_", "masked_fill_", "copy_", "clamp_", "scatter_", "bernoulli_",
-)  # fmt: skip
-
-
 def stack_of_one_buffer(evidence: Evidence) -> Verdict | None:
     """torch.stack of many entries that are the same memory: all show what was written last."""
-    tape = evidence.tape
-    views = {slot: (id(memory), view) for memory in tape.memories for slot, view in memory.views.items()}
-    for operation in evidence.forward:
-        if operation.name not in STACKS:
-            continue
-        members = [ref.slot for ref in references(operation.args[0])]
+    flow, tape = evidence.flow, evidence.tape
+    for stack in (op for op in evidence.forward if op.name in JOINS):
+        members = [ref.slot for ref in references(stack.args[0])]
         if len(members) < FEWEST:
             continue
-        places = [place_in_memory(evidence, views, slot) for slot in members]
-        same = max(places.count(place) for place in set(places))
-        first = origin(evidence, members[0])
-        rewritten = [
-            op for op in evidence.forward if op.index < operation.index and is_written(evidence, op, first)
-        ]
-        outside = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
-        outside = outside and not is_repeated_here(evidence, members)
-        if same >= NEARLY_ALL * len(members) and (len(rewritten) >= 2 or outside):
-            written = rewritten[-1].line if rewritten else operation.line
-            given = handed_out(evidence, first, operation)
-            # one sample may be meant many times
-            one_sample = len(set(members)) == 1 and len(rewritten) < 2
-            return confirmed(
-                "aliasing-or-inplace/one-buffer",
-                f"{same} of the {len(members)} tensors that {operation.name} puts together are one memory: "
-                "all hold what was written last",
-                f"put together at {operation.line}" + (f", last written at {written}" if rewritten else ""),
-                where=place_of(operation.module, given or written),
-                if_troubled=one_sample,
-                confidence="likely" if one_sample else "proven",  # one memory
-            )
+        views = {s: (id(memory), view) for memory in tape.memories for s, view in memory.views.items()}
+        same = Counter(place_in_memory(flow, views, slot) for slot in members).most_common(1)[0][1]
+        first = flow.behind(members[0], WHOLE)
+        writes = [op for op in flow.forward if op.index < stack.index and is_written(evidence, op, first)]
+        # views that this step itself makes of one batch, to have it several times
+        makers = [maker for slot in members if (maker := evidence.maker(slot)) is not None]
+        given = tape.slots[first].made_by is None and tape.slots[first].kind in ("input", "outside")
+        given = given and all(maker.name == "alias" for maker in makers)
+        if same < NEARLY_ALL * len(members) or not (len(writes) >= 2 or given):
+            continue
+        # one sample may be meant many times
+        one_sample = len(set(members)) == 1 and len(writes) < 2
+        written = writes[-1].line if writes else stack.line
+        return confirmed(
+            "aliasing-or-inplace/one-buffer",
+            f"{same} of the {len(members)} tensors that {stack.name} puts together are one memory: "
+            "all hold what was written last",
+            f"put together at {stack.line}" + (f", last written at {written}" if writes else ""),
+            where=place_of(stack.module, handed_out(evidence, first, stack) or written),
+            if_troubled=one_sample,
+            confidence="likely" if one_sample else "proven",  # one memory
+        )
     return None
 
 
-def is_repeated_here(evidence: Evidence, members: list[int]) -> bool:
-    """Views that this step itself makes of one batch, to have it several times."""
-    makers = [maker for slot in members if (maker := evidence.maker(slot)) is not None]
-    return any(maker.name != "alias" for maker in makers)
-
-
 def handed_out(evidence: Evidence, first: int, stack: Operation) -> Line | None:
-    """The line that makes a view of the buffer to be kept: there a clone() is missing."""
-    storage = evidence.slot(first).storage
-    views = [
-        op
-        for op in evidence.forward
-        if op.name in WHOLE and op.line not in (None, stack.line) and not op.module and op.index < stack.index
-    ]
-    kept = [op for op in views if any(evidence.slot(made).storage == storage for made in op.makes)]
-    return kept[-1].line if kept and storage >= 0 else None
+    """The last line that makes a view of the buffer to be kept: there a clone() is missing."""
+    storage, line = evidence.slot(first).storage, None
+    for op in evidence.forward:
+        kept = (
+            op.name in WHOLE
+            and not op.module
+            and op.index < stack.index
+            and op.line not in (None, stack.line)
+        )
+        if kept and storage >= 0 and any(evidence.slot(made).storage == storage for made in op.makes):
+            line = op.line
+    return line
 
 
-def place_in_memory(evidence: Evidence, views: dict[int, tuple], slot: int) -> tuple:
+def place_in_memory(flow: Flow, views: dict[int, tuple], slot: int) -> tuple:
     """Which memory, and which part of it: rows of one buffer are not the same place."""
-    maker = evidence.maker(slot)
-    if maker is None:
-        return views.get(slot, (slot,))
-    if maker.name == "alias" and len(maker.args) == 4:  # recorded where a view had been made before the step
-        return (*views.get(origin(evidence, slot), (slot,))[:1], maker.args[1:])
-    if maker.name in WHOLE and maker.reads:
-        return place_in_memory(evidence, views, maker.reads[0])
-    return (slot,)
-
-
-def origin(evidence: Evidence, slot: int) -> int:
-    """The slot whose memory a view looks at."""
-    while True:
-        maker = evidence.maker(slot)
-        if maker is None or not maker.reads or maker.name not in WHOLE:
-            return slot
+    for maker in flow.chain(slot):
+        if (
+            maker.name == "alias" and len(maker.args) == 4
+        ):  # recorded where a view had been made before the step
+            first = flow.behind(slot, WHOLE)
+            return (*views.get(first, (first,))[:1], maker.args[1:])
+        if maker.name not in WHOLE or not maker.reads:
+            return (slot,)
         slot = maker.reads[0]
+    return views.get(slot, (slot,))
 
 
 def is_written(evidence: Evidence, operation: Operation, slot: int) -> bool:
@@ -120,46 +107,39 @@ def is_written(evidence: Evidence, operation: Operation, slot: int) -> bool:
 
 def target_changed_with_input(evidence: Evidence) -> Verdict | None:
     """An operation in place whose result goes into the model, on memory that the loss compares with afterwards."""
-    targets = {evidence.slot(origin(evidence, slot)).storage for slot in compared_with(evidence)} - {-1}
-    for operation in evidence.forward:
-        if operation.name not in CHANGES or operation.module:
-            continue
-        for written in operation.writes:
-            storage = evidence.slot(written).storage
-            if storage in targets and goes_into_model(evidence, operation, written, storage):
-                return confirmed(
-                    "aliasing-or-inplace/target-changed",
-                    f"{operation.name} changes in place what the loss compares with, and the model gets the result too",
-                    where=place_of(operation.module, operation.line),
-                    fix=f"use the operation without the underscore ({operation.name.rstrip('_')}), or clone() first",
-                    level="warning",
-                    confidence="likely",
-                )
+    targets = [evidence.flow.behind(slot, WHOLE) for slot in compared_with(evidence)]
+    for op in evidence.flow.forward:
+        changed = op.name in CHANGES and not op.module and any(is_written(evidence, op, t) for t in targets)
+        if changed and goes_into_model(evidence, op):
+            return confirmed(
+                "aliasing-or-inplace/target-changed",
+                f"{op.name} changes in place what the loss compares with, and the model gets the result too",
+                where=place_of(op.module, op.line),
+                fix=f"use the operation without the underscore ({op.name.rstrip('_')}), or clone() first",
+                level="warning",
+                confidence="likely",
+            )
     return None
 
 
 def compared_with(evidence: Evidence) -> Iterator[int]:
     """What the loss compares predictions with: the operand without gradient, outside of all modules."""
-    for operation in evidence.forward:
-        if operation.name in COMPARES and not operation.module:
-            refs = list(references(operation.args))
-            if len(refs) == 2 and refs[0].tracked != refs[1].tracked:
-                yield refs[refs[0].tracked].slot
+    for operation in evidence.flow.forward:
+        refs = list(references(operation.args)) if operation.name in COMPARES and not operation.module else []
+        if len(refs) == 2 and refs[0].tracked != refs[1].tracked:
+            yield refs[refs[0].tracked].slot
 
 
-def goes_into_model(evidence: Evidence, change: Operation, written: int, storage: int) -> bool:
+def goes_into_model(evidence: Evidence, change: Operation) -> bool:
     """Whether the changed memory is read on a way into a module, too."""
-    reach = {written}
-    for operation in evidence.forward:
-        if operation.index <= change.index:
+    reach = set(change.writes)
+    for op in (op for op in evidence.flow.forward if op.index > change.index):
+        if reach.isdisjoint(op.reads) and not any(is_written(evidence, change, slot) for slot in op.reads):
             continue
-        reads = set(operation.reads)
-        if not reads & reach and not any(evidence.slot(s).storage == storage for s in reads):
-            continue
-        if operation.module:
+        if op.module:
             return True
-        if not any(ref.tracked for ref in references((operation.args, operation.kwargs))):
-            reach.update(operation.makes)
+        if not any(ref.tracked for ref in references((op.args, op.kwargs))):
+            reach.update(op.makes)
     return False
 
 
@@ -219,19 +199,15 @@ def line_that_shares(line: Line | None) -> str | None:
 
 PRODUCTS = ("mm", "bmm", "matmul", "baddbmm", "addmm", "_cdist_forward", "_euclidean_dist")
 APART = ("sub", "mul", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "dot")
-JOINS = ("cat", "stack")
 MOST = 12  # calls of modules from outside: a loop over time is no pair of views
 
 
 @dataclass
 class Pair:
-    """Two halves of what a network puts out that come from two views: slots of the first, the second, and of both."""
+    """Two views that one network is given, and its outputs: of the first (1), the second (2), or both ({1, 2})."""
 
-    first: set[int]
-    second: set[int]
-    joint: set[int]
-    views: tuple[int, int]  # the tensors that were given to the network
-    outputs: tuple[int, ...]  # two, or one that holds both
+    views: tuple[int, int]
+    outputs: dict[int, set[int]]
 
 
 def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
@@ -241,33 +217,23 @@ def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
     its memory before, as an augmentation does, or where a loader brought two tensors.
     """
     for pair in pairs(evidence):
-        one, two = pair.views
-        shared = is_same_memory(evidence, one, two)
+        one, two = (evidence.flow.behind(view, ALIASES) for view in pair.views)
+        shared = one == two
         line = line_that_writes_twice(evidence, one) if shared else None
-        if shared and line is None:
+        outside = not shared and evidence.slot(one).made_by is None is evidence.slot(two).made_by
+        if not (line or outside) or not is_compared(evidence, pair) or not gives_the_same(evidence, pair):
             continue
-        if not is_compared(evidence, pair) or not gives_the_same(evidence, pair):
+        if outside and not are_equal(evidence, *pair.views):
             continue
-        if shared:
-            said = (
-                f"line {line.number} writes twice into one tensor, and both views are that tensor"
-                if line
-                else ""
-            )
-        elif is_from_outside(evidence, one) and is_from_outside(evidence, two):
-            if not are_equal(evidence, one, two):
-                continue
-            said = "two tensors that the step is given are equal in every entry"
-        else:
-            continue
-        place = line or forward_line(evidence)
-        shape = list(evidence.slot(one).shape)
+        said = "two tensors that the step is given are equal in every entry"
+        if line is not None:
+            said = f"line {line.number} writes twice into one tensor, and both views are that tensor"
         yield confirmed(
             "aliasing-or-inplace/one-view",
-            f"the two views {shape} that the loss compares are one: {said}",
+            f"the two views {list(evidence.slot(pair.views[0]).shape)} that the loss compares are one: {said}",
             "the network puts out the same for both: telling them apart from others can be learned without learning "
             "what the augmentation is to teach",
-            where=place_of("", place),
+            where=place_of("", line or forward_line(evidence)),
             confidence="proven" if shared else "likely",
         )
         return
@@ -275,19 +241,19 @@ def two_views_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
 
 def pairs(evidence: Evidence) -> Iterator[Pair]:
     """Two calls of one module, or one call with two views in one batch."""
-    calls = [c for c in outermost(evidence) if len(c.inputs) >= 1 and c.outputs]
-    for place, one in enumerate(calls if len(calls) <= MOST else ()):
-        for two in calls[place + 1 :]:
-            if one.path != two.path or len(one.inputs) != len(two.inputs):
-                continue
-            views = one.inputs[0], two.inputs[0]
-            if evidence.slot(views[0]).shape == evidence.slot(views[1]).shape:
-                ends = one.outputs[0], two.outputs[0]
-                yield Pair({ends[0]}, {ends[1]}, set(), views, ends)
-        maker = evidence.maker(evidence.flow.behind(one.inputs[0], ALIASES))
-        refs = list(references(maker.args)) if maker is not None and maker.name in JOINS else []
-        if len(refs) == 2 and evidence.slot(refs[0].slot).shape == evidence.slot(refs[1].slot).shape:
-            yield Pair(set(), set(), {one.outputs[0]}, (refs[0].slot, refs[1].slot), (one.outputs[0],))
+    slots = evidence.tape.slots
+    calls = [c for c in outermost(evidence) if c.inputs and c.outputs]
+    calls = calls if len(calls) <= MOST else []
+    for one, two in combinations(calls, 2):
+        views = one.inputs[0], two.inputs[0]
+        alike = one.path == two.path and len(one.inputs) == len(two.inputs)
+        if alike and slots[views[0]].shape == slots[views[1]].shape:
+            yield Pair(views, {one.outputs[0]: {1}, two.outputs[0]: {2}})
+    for call in calls:
+        maker = evidence.maker(evidence.flow.behind(call.inputs[0], ALIASES))
+        parts = maker.reads if maker is not None and maker.name in JOINS else []
+        if len(parts) == 2 and slots[parts[0]].shape == slots[parts[1]].shape:
+            yield Pair((parts[0], parts[1]), {call.outputs[0]: {1, 2}})
 
 
 def outermost(evidence: Evidence) -> list[ModuleCall]:
@@ -299,11 +265,6 @@ def outermost(evidence: Evidence) -> list[ModuleCall]:
         if not inside and ops and all(op.grad_enabled or op.call is not None for op in ops):
             found.append(call)
     return found
-
-
-def is_same_memory(evidence: Evidence, one: int, two: int) -> bool:
-    behind = evidence.flow.behind
-    return one == two or behind(one, ALIASES) == behind(two, ALIASES)
 
 
 def line_that_writes_twice(evidence: Evidence, view: int) -> Line | None:
@@ -323,46 +284,27 @@ def line_that_writes_twice(evidence: Evidence, view: int) -> Line | None:
 
 def is_compared(evidence: Evidence, pair: Pair) -> bool:
     """Whether the loss puts one half beside the other, entry by entry or row by row."""
-    first, second, joint = set(pair.first), set(pair.second), set(pair.joint)
-    start = min(evidence.slot(slot).made_by or 0 for slot in pair.outputs)
+    views_of = dict(pair.outputs)  # what each slot is made of
     for op in evidence.flow.operations:
-        if op.index < start:
-            continue
-        refs = [ref.slot for ref in references((op.args, op.kwargs)) if is_large(evidence, ref.slot)]
-        ones, twos = [s for s in refs if s in first], [s for s in refs if s in second]
-        both = [s for s in refs if s in joint]
-        if ones and twos and op.name in (*PRODUCTS, *APART):
+        reads = (slot for slot in evidence.flow.reads(op) if slot in views_of)
+        seen = [views_of[slot] for slot in reads if is_large(evidence, slot)]
+        together: set[int] = set().union(*seen)
+        beside = op.name in PRODUCTS or (op.name in APART and seen[:1] != seen[1:2])
+        if len(seen) > 1 and together == {1, 2} and beside:
             return True
-        if len(both) >= 2 and op.name in PRODUCTS:
-            return True
-        made = [slot for slot in op.makes if slot not in first | second | joint]
-        if both or (ones and twos):
-            halves = half_of(op) if both else None
-            if halves is None:
-                joint.update(made)
-            elif halves == "both":
-                first.update(made[:1])
-                second.update(made[1:])
-            else:
-                (first if halves == "first" else second).update(made)
-        elif ones:
-            first.update(made)
-        elif twos:
-            second.update(made)
+        for place, slot in enumerate(op.makes if seen else ()):
+            views_of.setdefault(slot, together & half_of(op, place) if together == {1, 2} else together)
     return False
 
 
-def half_of(op: Operation) -> str | None:
-    """Whether an operation takes a batch of two views apart again."""
+def half_of(op: Operation, place: int) -> set[int]:
+    """The views that a result has, of an operation that may take a batch of two apart again."""
     if op.name in ("split", "chunk", "split_with_sizes", "unbind") and len(op.makes) == 2:
-        return "both"
+        return {1 + place}
     if op.name == "slice" and len(op.args) >= 4 and op.args[1] == 0:
         begins, ends = op.args[2] or 0, op.args[3]
-        if begins == 0 and isinstance(ends, int) and ends < 2**62:
-            return "first"
-        if isinstance(begins, int) and begins > 0:
-            return "second"
-    return None
+        return {2} if begins > 0 else {1} if isinstance(ends, int) and ends < 2**62 else {1, 2}
+    return {1, 2}
 
 
 def is_large(evidence: Evidence, slot: int) -> bool:
@@ -372,25 +314,17 @@ def is_large(evidence: Evidence, slot: int) -> bool:
 def gives_the_same(evidence: Evidence, pair: Pair) -> bool:
     """Whether the network's outputs for both views agree (to rounding) and differ among samples."""
     found = evidence.flow.values(pair.outputs)
-    if any(slot not in found for slot in pair.outputs):
+    both = (
+        torch.cat([found[slot] for slot in pair.outputs])
+        if found.keys() >= set(pair.outputs)
+        else torch.zeros(1)
+    )
+    if not both.dim() or not both.is_floating_point() or len(both) < 4:
         return False
-    values = [found[slot] for slot in pair.outputs]
-    one, two = values if len(values) == 2 else halves(values[0])
-    if one.shape != two.shape or not one.is_floating_point() or one.shape[:1] in ((), (1,)):
-        return False
+    one, two = both[: len(both) // 2], both[len(both) // 2 :][: len(both) // 2]
     size = float(one.abs().max())
     differ = bool((one != one[:1]).any())
     return differ and size > 0 and float((one - two).abs().max()) <= CHANGED * size
-
-
-def halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    count = value.shape[0] // 2 if value.dim() else 0
-    return (value[:count], value[count : 2 * count]) if count else (value, value.new_zeros(0))
-
-
-def is_from_outside(evidence: Evidence, slot: int) -> bool:
-    """A tensor that the step was given, not one that it made."""
-    return evidence.slot(evidence.flow.behind(slot, ALIASES)).made_by is None
 
 
 def are_equal(evidence: Evidence, one: int, two: int) -> bool:

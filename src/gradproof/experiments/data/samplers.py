@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.source import read
+from gradproof.instruments.source import lines_of_argument
 from gradproof.tape.operations import Line
 
 FAMILY = "data-order-or-sampling"
@@ -27,32 +26,47 @@ FEW = 0.1  # of the samples: an epoch that leaves out nine in ten
 def are_rare_classes_drawn_more_often(evidence: Evidence) -> Iterator[Verdict]:
     """Class frequencies for weights, where their inverses were meant; and weights for classes in place of samples."""
     for sampler in evidence.facts.samplers:
-        yield from judge(sampler)
+        verdict = too_few_weights(sampler) or judge(sampler)
+        yield from (verdict,) if verdict is not None else ()
 
 
-def judge(sampler: dict[str, Any]) -> Iterator[Verdict]:
-    weights, samples = sampler["weights"], sampler["samples"]
-    where = place_of_weights(Line(*sampler["place"])) if sampler["place"] else None
-    if len(weights) < samples:
-        yield too_few_weights(sampler, where)
-        return
-    for labels in sampler["labels"]:
-        classes = by_class(weights[:samples], labels)
-        if classes is None:
-            continue
-        counts, means = classes
-        if counts.max() < UNEVEN * counts.min():
-            return
-        exponent = grows_with(counts, means)
-        if exponent is not None or belongs_to_others(counts, means):
-            yield inverted(counts, means, exponent, where)
-        elif (
-            not sampler["replacement"] and sampler["drawn"] >= samples and means.max() > UNEVEN * means.min()
-        ):
-            yield without_effect(sampler, where)
-        else:
-            yield excluded(f"{FAMILY}/rare-classes-drawn-less", say_mix(counts, means))
-        return
+def too_few_weights(sampler: dict[str, Any]) -> Verdict | None:
+    count, samples = len(sampler["weights"]), sampler["samples"]
+    if count >= samples:
+        return None
+    of_classes = count in {len(np.unique(labels)) for labels in sampler["labels"]}
+    return confirmed(
+        f"{FAMILY}/weights-of-classes",
+        f"the sampler has {count} weights for {samples} samples: only the first {count} are ever drawn",
+        where=place_of_weights(sampler),
+        level="problem" if of_classes or count < FEW * samples else "warning",
+        confidence="proven" if of_classes else "likely",  # the numbers that the sampler was given
+    )
+
+
+def judge(sampler: dict[str, Any]) -> Verdict | None:
+    """By the first labels of which each class has one weight, and not all classes the same."""
+    weights = sampler["weights"][: sampler["samples"]]
+    classes = next(filter(None, (by_class(weights, labels) for labels in sampler["labels"])), None)
+    if classes is None or classes[0].max() < UNEVEN * classes[0].min():
+        return None
+    counts, means = classes
+    exponent = grows_with(counts, means)
+    if exponent is not None:
+        said = f"a sample's weight grows with the count n of its class, as n^{exponent:.2g}: no inverse"
+    elif belongs_to_others(counts, means):
+        said = "the weights are the inverses of the classes' counts, each beside another class"
+    elif not sampler["replacement"] and sampler["drawn"] >= len(weights):
+        return None  # each sample comes once, whatever its weight
+    else:
+        return excluded(f"{FAMILY}/rare-classes-drawn-less", say_mix(counts, means))
+    return confirmed(
+        f"{FAMILY}/rare-classes-drawn-less",
+        said,
+        say_mix(counts, means),
+        where=place_of_weights(sampler),
+        confidence="likely",
+    )
 
 
 def by_class(weights: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -83,16 +97,6 @@ def belongs_to_others(counts: np.ndarray, means: np.ndarray) -> bool:
     return bool(np.ptp(ordered) < INVERSE * ordered.max() and share.max() > UNEVEN * share.min())
 
 
-def inverted(counts: np.ndarray, means: np.ndarray, exponent: float | None, where: str | None) -> Verdict:
-    if exponent is None:
-        text = "the weights are the inverses of the classes' counts, each beside another class"
-    else:
-        text = f"a sample's weight grows with the count n of its class, as n^{exponent:.2g}: no inverse"
-    return confirmed(
-        f"{FAMILY}/rare-classes-drawn-less", text, say_mix(counts, means), where=where, confidence="likely"
-    )
-
-
 def say_mix(counts: np.ndarray, means: np.ndarray) -> str:
     """The shares of the classes in the data and in what is drawn, for the most frequent and the rarest."""
     data, drawn = counts / counts.sum(), counts * means / (counts * means).sum()
@@ -104,45 +108,12 @@ def say_mix(counts: np.ndarray, means: np.ndarray) -> str:
     )
 
 
-def too_few_weights(sampler: dict[str, Any], where: str | None) -> Verdict:
-    weights, samples = sampler["weights"], sampler["samples"]
-    of_classes = len(weights) in {len(np.unique(labels)) for labels in sampler["labels"]}
-    return confirmed(
-        f"{FAMILY}/weights-of-classes",
-        f"the sampler has {len(weights)} weights for {samples} samples: only the first {len(weights)} are ever drawn",
-        where=where,
-        level="problem" if of_classes or len(weights) < FEW * samples else "warning",
-        confidence="proven" if of_classes else "likely",  # the numbers that the sampler was given
-    )
-
-
-def without_effect(sampler: dict[str, Any], where: str | None) -> Verdict:
-    return confirmed(
-        f"{FAMILY}/weights-without-effect",
-        f"without replacement {sampler['drawn']} of {sampler['samples']} samples are drawn: each comes once, "
-        "whatever its weight; the weights only put the heavy ones first",
-        where=where,
-        level="warning",
-        confidence="proven",  # what the sampler was given
-    )
-
-
-def place_of_weights(line: Line) -> str:
+def place_of_weights(sampler: dict[str, Any]) -> str | None:
     """Where the sampler is made, and where the script computes its weights."""
+    if not sampler["place"]:
+        return None
+    line = Line(*sampler["place"])
     file = line.file.rsplit("/", 1)[-1]
-    numbers = [number for number in lines_of_weights(line) if number != line.number]
-    made = ", ".join(f"{file}:{number}" for number in numbers)
+    lines = lines_of_argument(line, "WeightedRandomSampler", "weights")[:2]
+    made = ", ".join(f"{file}:{number}" for number in lines if number != line.number)
     return f"{file}:{line.number}" + (f", weights computed at {made}" if made else "")
-
-
-def lines_of_weights(line: Line) -> list[int]:
-    source = read(line.file)
-    statement = source.statement_at(line.number)
-    for node in ast.walk(statement) if statement is not None else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("WeightedRandomSampler"):
-            given = [k.value for k in node.keywords if k.arg == "weights"] + node.args
-            found: list[int] = []
-            for expression in given[:1]:
-                source.follow(expression, source.scope_of(node), line.number, None, found)
-            return list(dict.fromkeys(found))[:2]
-    return []

@@ -7,14 +7,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import ALIASES, place_of
+from gradproof.instruments.flow import ALIASES, Flow, place_of
+from gradproof.instruments.ledger import Batch, remember_batch
 from gradproof.instruments.source import forward_line, lines_behind, read
 from gradproof.tape.operations import Line, Operation
+
+FEWEST = 8  # rows of a batch
+ENOUGH = 4  # batches
+LONG = 5  # rows in a run, at least, where not all rows are the same
+REPEATS = ("repeat", "tile", "expand", "full", "ones", "zeros", "broadcast")
 
 
 def are_data_kept_as_they_were(evidence: Evidence) -> Iterator[Verdict]:
@@ -23,51 +30,31 @@ def are_data_kept_as_they_were(evidence: Evidence) -> Iterator[Verdict]:
 
 # rows -------------------------------------------------------------------------------------------------------
 
-FEWEST = 8  # rows of a batch
-ENOUGH = 4  # batches
-LONG = 5  # rows in a run, at least, where not all rows are the same
-COLUMNS = 4096  # of a row, spread over it: rows that agree in them are one
-REPEATS = ("repeat", "tile", "expand", "full", "ones", "zeros", "broadcast")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What is remembered of one step's batch."""
-
-    count: int
-    runs: int  # of rows that equal the one before
-    shortest: int  # of the runs
-    distinct: int
-    first: tuple[float, ...]
-    answers_differ: bool  # other data of these rows differ inside of the runs
-
 
 def rows_that_are_one(evidence: Evidence) -> Iterator[Verdict]:
     """A list of references to one array that an environment goes on changing: all entries show what it held last."""
-    seen: list[Rows] = evidence.memory.setdefault("rows", [])
-    slot = largest_input(evidence)
-    if slot is None or len(seen) >= 4 * ENOUGH:
-        return
-    if len(seen) >= ENOUGH and not any(is_repeated(rows) for rows in seen):
+    known: list[Batch] = evidence.memory.get("batches", [])
+    if len(known) >= ENOUGH and not any(is_repeated(batch) for batch in known):
         return  # such a list would have shown from the first batch on
-    seen.append(look_at_rows(evidence, slot))
-    recent = seen[-ENOUGH:]
-    if len(recent) < ENOUGH or not all(is_repeated(rows) and rows.answers_differ for rows in recent):
+    slot = largest_input(evidence)
+    recent = (remember_batch(evidence) or [])[-ENOUGH:] if slot is not None else []
+    if (
+        slot is None
+        or len(recent) < ENOUGH
+        or not all(is_repeated(b) and do_answers_differ(b) for b in recent)
+    ):
         return
-    if len({rows.first for rows in recent}) < ENOUGH or is_repeated_on_purpose(evidence, slot):
+    if len({batch.prints[0] for batch in recent}) < ENOUGH or is_repeated_on_purpose(evidence, slot):
         return
-    last = recent[-1]
-    same = (
-        f"all {last.count} rows are one and the same"
-        if last.runs == 1
-        else f"{last.count} rows are {last.runs} different ones, each at least {last.shortest} times in a row"
-    )
-    line = forward_line(evidence)
+    lengths, line = runs_of(recent[-1]), forward_line(evidence)
+    same = f"all {lengths.sum()} rows are one and the same"
+    if len(lengths) > 1:
+        same = f"{lengths.sum()} rows are {len(lengths)} different ones, each at least {lengths.min()} times in a row"
     yield confirmed(
         "aliasing-or-inplace/one-row",
         f"in each of {len(recent)} taped batches {same}; it is another one in every batch, and the targets differ",
         where=place_of("", appending_line(line) or line),
-        confidence="proven" if last.runs == 1 else "likely",
+        confidence="proven" if len(lengths) == 1 else "likely",
     )
 
 
@@ -77,43 +64,22 @@ def largest_input(evidence: Evidence) -> int | None:
     return max(whole, key=lambda s: math.prod(whole[s])) if whole else None
 
 
-def look_at_rows(evidence: Evidence, slot: int) -> Rows:
-    """The inputs side by side: a sample that differs in any of them is another one."""
-    flow, count = evidence.flow, evidence.slot(slot).shape[0]
-    beside = [s for s in flow.inputs if evidence.slot(s).shape[0] == count][:4]
-    found = flow.values(beside)
-    rows = torch.cat([as_rows(found[s], count) for s in beside if s in found], 1)
-    changes = (rows[1:] != rows[:-1]).any(1)
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), changes.cpu().nonzero().flatten() + 1])
-    shortest = int(torch.diff(starts, append=torch.tensor([count])).min())
-    suspicious = shortest >= LONG
-    distinct = len(torch.unique(rows[starts.to(rows.device)], dim=0)) if suspicious else len(starts)
-    differ = suspicious and do_answers_differ(evidence, beside, count, changes.cpu())
-    return Rows(count, len(starts), shortest, distinct, tuple(rows[0, :64].tolist()), differ)
+def runs_of(batch: Batch) -> np.ndarray:
+    """How many rows in a row are the same, for each run of them."""
+    starts = np.flatnonzero(np.diff(batch.prints, prepend=np.nan) != 0)
+    return np.diff(starts, append=len(batch.prints))
 
 
-def as_rows(value: Tensor, count: int) -> Tensor:
-    flat = value.detach().reshape(count, -1)
-    return torch.nan_to_num(flat[:, :: max(1, flat.shape[1] // COLUMNS)].double())
+def is_repeated(batch: Batch) -> bool:
+    lengths = runs_of(batch)
+    distinct = len(np.unique(batch.prints)) == len(lengths) >= 3
+    return len(batch.prints) >= FEWEST and (len(lengths) == 1 or (distinct and lengths.min() >= LONG))
 
 
-def do_answers_differ(evidence: Evidence, inputs: list[int], count: int, changes: Tensor) -> bool:
+def do_answers_differ(batch: Batch) -> bool:
     """Whether anything else that the loss is given, one entry a row, changes where the inputs do not."""
-    behind = {s for slot in inputs for s in evidence.flow.ancestors(slot)}
-    for leaf in evidence.tape.inputs:
-        known = leaf.index in evidence.tape.memory_of and leaf.index in evidence.flow.towards_loss
-        if not known or leaf.index in behind or leaf.shape[:1] != (count,):
-            continue
-        rows = as_rows(evidence.tape.leaf_value(leaf.index), count)
-        if bool(((rows[1:] != rows[:-1]).any(1).cpu() & ~changes).any()):
-            return True
-    return False
-
-
-def is_repeated(rows: Rows) -> bool:
-    if rows.runs == 1:
-        return True
-    return rows.shortest >= LONG and rows.runs >= 3 and rows.distinct == rows.runs
+    stays = np.diff(batch.prints) == 0
+    return any(bool(((np.diff(other) != 0) & stays).any()) for other in batch.beside)
 
 
 def is_repeated_on_purpose(evidence: Evidence, slot: int) -> bool:
@@ -122,12 +88,10 @@ def is_repeated_on_purpose(evidence: Evidence, slot: int) -> bool:
     if any(op.name in REPEATS and not behind.isdisjoint(op.makes) for op in evidence.flow.forward):
         return True
     line = forward_line(evidence)
-    if line is None:
-        return False
-    lines = read(line.file).tree
-    named = {*lines_behind(line), line.number}
-    calls = [n for n in ast.walk(lines) if isinstance(n, ast.Call) and n.lineno in named]
-    return any(word in ast.unparse(call.func) for call in calls for word in REPEATS)
+    named = {*lines_behind(line), line.number} if line is not None else set()
+    nodes = ast.walk(read(line.file).tree) if line is not None else ()
+    calls = [ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call) and n.lineno in named]
+    return any(word in call for call in calls for word in REPEATS)
 
 
 def appending_line(line: Line | None) -> Line | None:
@@ -138,10 +102,11 @@ def appending_line(line: Line | None) -> Line | None:
     statements = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno in behind]
     names = {n.id for s in statements for n in ast.walk(s) if isinstance(n, ast.Name)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
-            kept = node.args[0] if node.args else None
-            listed = isinstance(node.func.value, ast.Name) and node.func.value.id in names
-            if listed and isinstance(kept, (ast.Name, ast.Tuple, ast.Attribute)):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="append", value=ast.Name(id=listed)),
+                args=[ast.Name() | ast.Tuple() | ast.Attribute(), *_],
+            ) if listed in names:
                 return Line(line.file, node.lineno, line.function)
     return None
 
@@ -178,11 +143,9 @@ class Data:
 def parts_that_are_changed(evidence: Evidence) -> Iterator[Verdict]:
     """`x = data[i:j]; x += noise`: a batch that is a view of the data, changed in place, and again when it is back."""
     known: dict[tuple, Data] = evidence.memory.setdefault("drift", {})
-    done: set[int] = set()
-    for op, leaf, part in writes_into_data(evidence):
-        if leaf in done:
-            continue
-        done.add(leaf)
+    # of the writes into one tensor, the first
+    found = {leaf: (op, part) for op, leaf, part in reversed([*writes_into_data(evidence)])}
+    for leaf, (op, part) in reversed(found.items()):
         shape = evidence.slot(leaf).shape
         entries = evidence.tape.leaf_value(leaf).flatten()
         entries = entries[:: max(1, len(entries) // LOOK_AT)].clone()
@@ -206,26 +169,51 @@ def parts_that_are_changed(evidence: Evidence) -> Iterator[Verdict]:
 def writes_into_data(evidence: Evidence) -> Iterator[tuple[Operation, int, Tensor]]:
     """(operation, the data, which of their entries) where a part of a leaf is changed and then given to the model."""
     flow, tape = evidence.flow, evidence.tape
-    storages = {
-        leaf.storage: leaf.index for leaf in tape.inputs if leaf.shape and leaf.index in tape.memory_of
-    }
-    writers = [op for op in evidence.forward if op.name in ALTERS and not op.module and op.writes]
-    writers = [op for op in writers if evidence.slot(op.writes[0]).storage in storages]
-    if not writers:
-        return
-    given = {evidence.slot(s).storage for slot in flow.inputs for s in flow.ancestors(slot)}
+    leaves = {s.storage: s.index for s in tape.inputs if s.shape and s.index in tape.memory_of}
+    writers = [
+        op for op in alterations(evidence) if not op.module and tape.slots[op.writes[0]].storage in leaves
+    ]
+    given = (
+        {tape.slots[s].storage for slot in flow.inputs for s in flow.ancestors(slot)} if writers else set()
+    )
     for op in writers:
-        slot = evidence.slot(op.writes[0])
+        slot = tape.slots[op.writes[0]]
         leaf = flow.behind(slot.index, CUTS)
-        whole = evidence.slot(leaf).shape
-        if (
-            leaf != storages[slot.storage]
-            or slot.storage not in given
-            or not whole[0] > slot_rows(slot.shape, whole)
-        ):
-            continue
-        if not is_written_by_the_network(evidence, slot.storage):
-            yield op, leaf, entries_of(evidence, slot.index, leaf)
+        whole = tape.slots[leaf].shape
+        # one that lost an axis is a single row
+        rows = slot.shape[0] if len(slot.shape) == len(whole) else 1
+        part = leaf == leaves[slot.storage] and rows < whole[0] and slot.storage in given
+        if part and not is_written_by_the_network(evidence, slot.storage):
+            yield op, leaf, entries_of(flow, slot.index, leaf)
+
+
+def alterations(evidence: Evidence) -> list[Operation]:
+    return [op for op in evidence.flow.forward if op.name in ALTERS and op.writes]
+
+
+def is_written_by_the_network(evidence: Evidence, storage: int) -> bool:
+    """What a network computed and keeps: a memory, a state, prototypes that follow it."""
+    writers = [
+        op for op in evidence.flow.forward if any(evidence.slot(s).storage == storage for s in op.writes)
+    ]
+    read = {slot for op in writers for slot in op.reads if evidence.slot(slot).storage != storage}
+    return any(evidence.flow.is_learned(slot) for slot in read)
+
+
+def entries_of(flow: Flow, slot: int, leaf: int) -> Tensor:
+    """Which entries of the whole a part holds: the cuts between them, made in their numbers."""
+    cuts: list[tuple[Operation, int]] = []
+    for op in flow.chain(slot):
+        if slot == leaf:
+            break
+        cuts.append((op, op.makes.index(slot)))
+        slot = op.reads[0]
+    shape = flow.tape.slots[leaf].shape
+    numbers: Tensor = torch.arange(math.prod(shape)).view(shape)
+    for op, place in reversed(cuts):
+        cut = op.func(numbers, *op.args[1:], **op.kwargs)
+        numbers = cut if isinstance(cut, Tensor) else cut[place]
+    return numbers.flatten()
 
 
 # the whole --------------------------------------------------------------------------------------------------
@@ -251,9 +239,8 @@ def what_is_given_is_changed(evidence: Evidence) -> Iterator[Verdict]:
     slot = evidence.slot(batch) if batch in tape.memory_of else None  # a leaf: the script holds it
     if batch is None or slot is None or is_written_by_the_network(evidence, slot.storage):
         return
-    writers = (op for op in evidence.forward if op.name in ALTERS and op.writes)
-    written = (op for op in writers if evidence.slot(op.writes[0]).storage == slot.storage)
-    op = next((op for op in written if evidence.slot(op.writes[0]).shape == slot.shape), None)
+    written = ((op, evidence.slot(op.writes[0])) for op in alterations(evidence))
+    op = next((op for op, w in written if w.storage == slot.storage and w.shape == slot.shape), None)
     if op is None:
         return
     before, after = tape.leaf_value(batch), flow.play(evidence.forward).value(batch).detach()
@@ -280,35 +267,3 @@ def like(one: Tensor, other: Tensor) -> bool:
     if not bool(torch.isfinite(pair).all()) or not bool((size > 0).all()):
         return False
     return float(torch.corrcoef(pair / size)[0, 1]) >= LIKE
-
-
-def is_written_by_the_network(evidence: Evidence, storage: int) -> bool:
-    """What a network computed and keeps: a memory, a state, prototypes that follow it."""
-    flow = evidence.flow
-    for op in evidence.forward:
-        if any(evidence.slot(s).storage == storage for s in op.writes):
-            others = [s for s in op.reads if evidence.slot(s).storage != storage]
-            if any(not flow.weights.isdisjoint(flow.ancestors(other)) for other in others):
-                return True
-    return False
-
-
-def slot_rows(shape: tuple[int, ...], whole: tuple[int, ...]) -> int:
-    """How many rows of the whole a part has; one that lost an axis is a single row."""
-    return shape[0] if len(shape) == len(whole) else 1
-
-
-def entries_of(evidence: Evidence, slot: int, leaf: int) -> Tensor:
-    """Which entries of the whole a part holds: the cuts between them, made in their numbers."""
-    cuts: list[tuple[Operation, int]] = []
-    while slot != leaf:
-        maker = evidence.maker(slot)
-        assert maker is not None
-        cuts.append((maker, maker.makes.index(slot)))
-        slot = maker.reads[0]
-    shape = evidence.slot(leaf).shape
-    numbers: Tensor = torch.arange(math.prod(shape)).view(shape)
-    for op, place in reversed(cuts):
-        cut = op.func(numbers, *op.args[1:], **op.kwargs)
-        numbers = cut if isinstance(cut, Tensor) else cut[place]
-    return numbers.flatten()

@@ -1,274 +1,293 @@
-"""Is the loss right for the output? The last activation and the range of what goes into the loss."""
+"""Does the loss get what it wants: scores, probabilities, their logarithms, or numbers that can reach the targets?
+
+Of each loss the last operation of the network is looked at, through views, and the values that it is given.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradproof.experiments.losses.logarithms import NEARLY_ALL, OUTSIDE, RAW, SUMS_TO_ONE
-from gradproof.experiments.verdict import Verdict, confirmed, excluded
+from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, Comparison, Flow, place_of
-from gradproof.tape.operations import Operation
+from gradproof.instruments.flow import RESHAPES, VIEWS, Comparison, Flow, place_of
+from gradproof.tape.operations import Operation, Ref
 
 FAMILY = "loss-activation-mismatch"
 # what an activation can put out; a target beyond it can never be met
 RANGES = {
     "relu": (0.0, math.inf), "threshold": (0.0, math.inf), "softplus": (0.0, math.inf), "abs": (0.0, math.inf),
-    "sigmoid": (0.0, 1.0), "_softmax": (0.0, 1.0), "tanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0),
-    "hardsigmoid": (0.0, 1.0), "relu_": (0.0, math.inf), "sigmoid_": (0.0, 1.0), "tanh_": (-1.0, 1.0),
+    "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0),
+    "hardsigmoid": (0.0, 1.0),
 }  # fmt: skip
+ACTIVATIONS = {written for name in RANGES for written in (name, f"{name}_", f"_{name}")}
+BOUNDED = ("sigmoid", "tanh", "hardtanh", "hardsigmoid")
+RAW = ("addmm", "mm", "bmm", "matmul", "linear", "convolution", "baddbmm")
+SIGMOIDS = ("sigmoid", "log_sigmoid_forward")
+SUMS_TO_ONE = 0.02  # how far off a row may be: half precision leaves less of a sum of probabilities
+NEARLY_ALL = 0.9  # of the rows: what is padded or masked may hold anything
 ALL_SUM_TO_ONE = 1e-3  # how far off: what float16 leaves; scores do not all come so near to it by chance
+OUTSIDE = 0.05  # share of targets beyond the range that is more than a few outliers
 LOW_ENOUGH = 0.1  # a loss that can fall to this can give the right class 90 %: that may do
 
 
 def does_the_output_fit_the_loss(evidence: Evidence) -> Iterator[Verdict]:
     """Softmax or sigmoid applied twice, a log left out, an end of a regression that cannot reach its targets."""
-    flow = evidence.flow
-    found = False
-    for comparison in flow.comparisons:
-        judge = {"class": of_classes, "binary": of_yes_or_no, "value": of_values}[comparison.kind]
-        for verdict in judge(flow, comparison):
-            found = True
-            yield verdict
-    for verdict in of_picked(flow):
-        found = True
-        yield verdict
-    if flow.comparisons and not found:
-        names = sorted({_name(c.operation) for c in flow.comparisons})
-        yield excluded(FAMILY, f"what goes into {', '.join(names)} has the range that it wants")
+    found = each(evidence, of_comparisons, of_picked, of_divergence, of_paths, twice)
+    yield from causes_of(found)
+    if evidence.flow.comparisons and not found:
+        names = {c.operation.name for c in evidence.flow.comparisons}
+        said = ", ".join(
+            sorted("the cross-entropy" if name.startswith("nll_loss") else name for name in names)
+        )
+        yield excluded(FAMILY, f"what goes into {said} has the range that it wants")
+
+
+def mismatch(
+    what: str, said: str, where: str | None, fix: str = "", sure: bool = True, **also: Any
+) -> Verdict:
+    """Sure is what operations show, one behind the other, or the range of one; what numbers look like is likely."""
+    return confirmed(
+        f"{FAMILY}/{what}", said, where=where, fix=fix, confidence="proven" if sure else "likely", **also
+    )
+
+
+def at(op: Operation) -> str | None:
+    return place_of(op.module, op.line)
+
+
+def of_comparisons(evidence: Evidence) -> Iterator[Verdict]:
+    looks = {"class": of_classes, "binary": of_yes_or_no, "value": of_values}
+    for comparison in evidence.flow.comparisons:
+        yield from looks[comparison.kind](evidence.flow, comparison)
+
+
+def last_activation(flow: Flow, slot: int) -> tuple[Operation | None, str]:
+    op = flow.follow(slot, ACTIVATIONS)
+    return op, op.name.strip("_") if op is not None else ""
+
+
+# scores -----------------------------------------------------------------------------------------------------
 
 
 def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
     """nll_loss wants log-probabilities; cross_entropy (a log_softmax in front of it) wants raw scores."""
-    log_probs = flow.behind(comparison.prediction, VIEWS)
-    maker = flow.maker(log_probs)
-    if maker is not None and maker.name == "_log_softmax":
-        yield from of_scores(flow, maker, comparison)
+    log_softmax = flow.follow(comparison.prediction, {"_log_softmax"})
+    if log_softmax is not None:
+        yield from of_scores(flow, log_softmax, comparison)
         return
-    values = flow.values([comparison.prediction]).get(comparison.prediction)
-    if values is None or values.shape[1] < 2 or not bool(torch.isfinite(values).any()):
-        return
-    rows = values.double()
-    total = rows.exp().sum(1)
-    if bool(((total - 1).abs() < SUMS_TO_ONE).float().mean() > NEARLY_ALL):
-        return  # the logarithm of probabilities, however it was made
-    where = place_of("", comparison.operation.line)
-    name = maker.name if maker is not None else ""
-    if _are_probabilities(rows, 1):
-        line = "nll_loss is given probabilities (each row sums to 1), it wants their logarithms"
-        fix = "use log_softmax in place of softmax, or cross_entropy on the raw scores"
-        yield confirmed(
-            f"{FAMILY}/missing-log",
-            line,
-            where=where,
-            fix=fix,
-            confidence="proven" if name == "_softmax" else "likely",  # what softmax made, or what looks so
-        )
-        return
-    line = (
-        f"nll_loss wants log-probabilities, whose exponentials sum to 1 in each row; here they sum to "
-        f"{float(total.median()):.3g} (median), with values from {float(rows.min()):.3g} to {float(rows.max()):.3g}: "
-        "the loss has no lower bound"
-    )
-    fix = "use cross_entropy, or put log_softmax before nll_loss"
-    yield confirmed(
-        f"{FAMILY}/nll-of-raw-scores",
-        line,
-        where=where,
-        fix=fix,
-        confidence="proven" if name in RAW else "likely",  # what a layer made, or what looks so
-    )
+    value = flow.value(comparison.prediction)
+    if value is not None:
+        found = of_log_probabilities(flow, comparison.prediction, value, 1, "nll_loss", comparison.operation)
+        yield from (found,) if found is not None else ()
 
 
 def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Iterator[Verdict]:
-    scores = log_softmax.reads[0]
-    dim = log_softmax.args[1] % max(1, len(flow.tape.slots[scores].shape))
-    last = _last_activation(flow, scores)
-    values = flow.values([scores]).get(scores)
-    if values is None or values.dim() == 0 or values.shape[dim] < 2:
+    values = flow.value(log_softmax.reads[0])
+    axis = log_softmax.args[1]
+    if values is None or values.dim() == 0 or values.shape[axis] < 2:
         return
-    made = last is not None and last.name == "_softmax"
-    whole = _are_probabilities(values, dim)  # a softmax over another axis makes rows of any sum
-    if made or whole:
-        count = values.shape[dim]
-        least = math.log(1 + (count - 1) / math.e)
-        span = f"{float(values.min()):.3g} to {float(values.max()):.3g}" + (
-            ", each row sums to 1" if whole else ""
+    last, name = last_activation(flow, log_softmax.reads[0])
+    where = at(last or comparison.operation)
+    count = values.shape[axis]
+    whole = are_probabilities(values, axis)  # a softmax over another axis makes rows of any sum
+    if name == "softmax" or whole:
+        span = (
+            f"{float(values.min()):.3g} to {float(values.max()):.3g}{', each row sums to 1' if whole else ''}"
         )
-        line = (
-            f"the scores given to cross_entropy are probabilities already ({span}): softmax is applied twice, and the "
-            f"loss cannot fall below {least:.3g} for {count} classes"
-        )
-        place = _place(last, comparison)
-        yield confirmed(
-            f"{FAMILY}/softmax-twice",
-            line,
-            where=place,
-            fix="give cross_entropy the raw scores: remove the softmax",
-            confidence="proven" if made else "likely",  # what softmax made, or what looks so
-        )
-    elif last is not None and last.name.rstrip("_") in ("sigmoid", "tanh", "hardtanh", "hardsigmoid"):
-        low, high = RANGES[last.name]
-        count = values.shape[dim]
-        least = math.log(1 + (count - 1) * math.exp(low - high))
-        line = (
-            f"{last.name} keeps the scores between {low:g} and {high:g}: "
-            f"the loss cannot fall below {least:.3g} for {count} classes"
-        )
-        yield confirmed(
-            f"{FAMILY}/bounded-scores",
-            line,
-            where=_place(last, comparison),
-            fix=f"give cross_entropy the raw scores: remove the {last.name.rstrip('_')}",
-            if_troubled=least < LOW_ENOUGH,
-            confidence="proven" if least >= LOW_ENOUGH else "likely",
-        )
-    elif last is not None and last.name.rstrip("_") in ("relu", "threshold"):
-        zero = float((values == 0).float().mean())
-        yield confirmed(
-            f"{FAMILY}/relu-before-cross-entropy",
-            f"a ReLU cuts the scores: {100 * zero:.0f} % of them are exactly 0 and get no gradient",
-            where=_place(last, comparison),
-            if_troubled=True,
-            confidence="likely",
-            lasting=False,
-        )
+        said = f"the scores given to cross_entropy are probabilities already ({span}): softmax is applied twice, and "
+        said += f"the loss cannot fall below {least_of(count):.3g} for {count} classes"
+        fix = "give cross_entropy the raw scores: remove the softmax"
+        yield mismatch("softmax-twice", said, where, fix, sure=name == "softmax")
+    elif name in BOUNDED:
+        low, high = RANGES[name]
+        least = least_of(count, high - low)
+        said = f"{name} keeps the scores between {low:g} and {high:g}: "
+        said += f"the loss cannot fall below {least:.3g} for {count} classes"
+        fix, may_do = f"give cross_entropy the raw scores: remove the {name}", least < LOW_ENOUGH
+        yield mismatch("bounded-scores", said, where, fix, sure=not may_do, if_troubled=may_do)
+    elif name in ("relu", "threshold"):
+        zero = 100 * float((values == 0).float().mean())
+        said = f"a ReLU cuts the scores: {zero:.0f} % of them are exactly 0 and get no gradient"
+        yield mismatch("relu-before-cross-entropy", said, where, sure=False, if_troubled=True, lasting=False)
 
 
-def of_picked(flow: Flow) -> Iterator[Verdict]:
-    """The probability of the right class, averaged as it is: its gradient dies where the network is most wrong."""
-    readers: dict[int, Operation] = {slot: op for op in flow.operations for slot in op.reads}
-    for pick in flow.picks:
-        source = flow.maker(flow.behind(pick.reads[0], VIEWS))
-        if source is None or source.name != "_softmax":
-            continue
-        op = readers.get(pick.makes[0])
-        while op is not None and (op.name in VIEWS or op.name in ("neg", "mean", "sum", "rsub")):
-            if op.makes[0] in flow.tape.loss_slots:
-                yield confirmed(
-                    f"{FAMILY}/missing-log",
-                    "the loss is the probability of the right class itself, not its logarithm",
-                    where=place_of("", pick.line),
-                    fix="use log_softmax in place of softmax, or cross_entropy on the raw scores",
-                    if_troubled=True,
-                    confidence="likely",
-                    lasting=False,
-                )
-                return
-            op = readers.get(op.makes[0])
+def least_of(count: int, apart: float = 1.0) -> float:
+    """The least cross-entropy of scores that are at most so far apart."""
+    return math.log(1 + (count - 1) * math.exp(-apart))
 
 
 def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
-    last = _last_activation(flow, comparison.prediction)
-    name = last.name.rstrip("_") if last is not None else ""
-    if name == "_softmax" and last is not None:
-        size = flow.tape.slots[last.makes[0]].shape[last.args[1]]
-        if size == 1:
-            line = "softmax over a single output is 1 for every input: nothing can be learned"
-            yield confirmed(
-                f"{FAMILY}/softmax-of-one", line, where=_place(last, comparison), confidence="proven"
-            )
-            return
-    if comparison.operation.name != "binary_cross_entropy_with_logits":
+    last, name = last_activation(flow, comparison.prediction)
+    if last is None:
         return
-    if name in ("sigmoid", "hardsigmoid", "_softmax"):
-        line = (
-            f"binary_cross_entropy_with_logits applies a sigmoid itself; {name.strip('_')} before it leaves "
-            "probabilities between 0.5 and 0.73, whatever the scores"
-        )
-        fix = f"remove the {name.strip('_')}, or use binary_cross_entropy"
-        yield confirmed(
-            f"{FAMILY}/sigmoid-twice",
-            line,
-            where=_place(last, comparison),
-            fix=fix,
-            confidence="proven",  # two operations, one behind the other
-        )
-    elif last is not None and name in RANGES:
-        yield from of_limited_scores(flow, last, comparison)
+    if name == "softmax" and flow.tape.slots[last.makes[0]].shape[last.args[1]] == 1:
+        said = "softmax over a single output is 1 for every input: nothing can be learned"
+        yield mismatch("softmax-of-one", said, at(last))
+    elif comparison.operation.name != "binary_cross_entropy_with_logits":
+        return
+    elif name in ("sigmoid", "hardsigmoid", "softmax"):
+        said = f"binary_cross_entropy_with_logits applies a sigmoid itself; {name} before it leaves probabilities "
+        said += "between 0.5 and 0.73, whatever the scores"
+        yield mismatch("sigmoid-twice", said, at(last), f"remove the {name}, or use binary_cross_entropy")
+    else:
+        yield from of_limited_scores(flow, last, name, comparison)
 
 
-def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> Iterator[Verdict]:
+def of_limited_scores(flow: Flow, last: Operation, name: str, comparison: Comparison) -> Iterator[Verdict]:
     """Scores that cannot be low enough for a no, or large enough for either: the best that each target can get."""
-    low, high = RANGES[last.name]
-    targets = flow.values([comparison.target]).get(comparison.target)
+    targets = flow.value(comparison.target)
     if targets is None or not targets.numel() or bool((targets < 0).any()) or bool((targets > 1).any()):
         return
+    low, high = RANGES[name]
     yes = float(targets.double().mean())
     least = yes * math.log1p(math.exp(-high)) + (1 - yes) * math.log1p(math.exp(low))
     if least < OUTSIDE:
         return
-    name = last.name.strip("_")
-    bounds = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at {low:g} or above"
-    line = (
-        f"{name} keeps the scores {bounds}, their probabilities "
-        f"{'above' if math.isinf(high) else 'from'} {1 / (1 + math.exp(-low)):.2g}"
-        f"{'' if math.isinf(high) else f' to {1 / (1 + math.exp(-high)):.2g}'}: with {100 * yes:.0f} % of the targets "
-        f"being 1, the loss cannot fall below {least:.3g}"
-    )
+    above = 1 / (1 + math.exp(-low))
+    kept = f"at {low:g} or above, their probabilities above {above:.2g}"
+    if math.isfinite(high):
+        kept = f"between {low:g} and {high:g}, their probabilities from {above:.2g} to {1 / (1 + math.exp(-high)):.2g}"
+    said = f"{name} keeps the scores {kept}: with {100 * yes:.0f} % of the targets being 1, the loss cannot fall below "
     fix = f"give binary_cross_entropy_with_logits the raw scores: remove the {name}"
-    yield confirmed(
-        f"{FAMILY}/bounded-scores",
-        line,
-        where=_place(last, comparison),
-        fix=fix,
-        confidence="proven",  # by the range of the operation
-    )
+    yield mismatch("bounded-scores", f"{said}{least:.3g}", at(last), fix)
 
 
 def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
-    last = _last_activation(flow, comparison.prediction)
-    if last is None or last.name not in RANGES:
-        return
-    low, high = RANGES[last.name]
-    if last.name == "_softmax" and flow.tape.slots[last.makes[0]].shape[last.args[1]] > 1:
+    last, name = last_activation(flow, comparison.prediction)
+    if last is None or (name == "softmax" and flow.tape.slots[last.makes[0]].shape[last.args[1]] > 1):
         return  # a distribution against a distribution
-    targets = flow.values([comparison.target]).get(comparison.target)
+    targets = flow.value(comparison.target)
     if targets is None or not targets.is_floating_point() or not targets.numel():
         return
+    low, high = RANGES[name]
     slack = 1e-3 * float(targets.abs().max())  # what float16 leaves
     outside = float(((targets < low - slack) | (targets > high + slack)).float().mean())
-    if not outside > OUTSIDE:
-        return
-    bounds = f"{low:g} to {high:g}" if math.isfinite(high) else f"no less than {low:g}"
-    name = last.name.strip("_")
-    line = (
-        f"{name} can put out {bounds}, but {100 * outside:.0f} % of the targets lie outside "
-        f"({float(targets.min()):.3g} to {float(targets.max()):.3g})"
-    )
-    fix = f"remove the {name} at the end, or bring the targets into its range"
-    yield confirmed(
-        f"{FAMILY}/{name}-at-the-end",
-        line,
-        where=_place(last, comparison),
-        fix=fix,
-        confidence="proven",  # by the range of the operation
-    )
+    if outside > OUTSIDE:
+        bounds = f"{low:g} to {high:g}" if math.isfinite(high) else f"no less than {low:g}"
+        said = f"{name} can put out {bounds}, but {100 * outside:.0f} % of the targets lie outside "
+        said += f"({float(targets.min()):.3g} to {float(targets.max()):.3g})"
+        fix = f"remove the {name} at the end, or bring the targets into its range"
+        yield mismatch(f"{name}-at-the-end", said, at(last), fix)
 
 
-def _last_activation(flow: Flow, slot: int) -> Operation | None:
-    """The operation that made a value, seen through views."""
+def twice(evidence: Evidence) -> Iterator[Verdict]:
+    """A softmax or a sigmoid of probabilities, whatever kind of target they meet, in a loss by hand, too."""
+    flow = evidence.flow
+    for op in flow.operations:
+        if op.name not in (*SIGMOIDS, "_log_softmax") or flow.tail.isdisjoint(op.makes[:1]):
+            continue
+        first = flow.follow(
+            op.reads[0], {"_softmax"} if op.name == "_log_softmax" else {"sigmoid", "_softmax"}
+        )
+        if first is None:
+            continue
+        word, shape = first.name.strip("_"), evidence.slot(op.reads[0]).shape
+        if op.name in SIGMOIDS:
+            said = f"a sigmoid is taken of probabilities, which {word} has made: what comes of it lies between 0.5 and "
+            fix = f"take the sigmoid once: remove the {word} in the network, or that in the loss"
+            yield mismatch("sigmoid-twice", f"{said}0.731, whatever the network says", at(first), fix)
+        elif shape and (count := shape[op.args[1]]) >= 2:
+            said = "log_softmax is given probabilities, not scores: softmax is applied twice, and no probability can "
+            said += f"be above {math.exp(-least_of(count)):.3g} of {count} classes"
+            fix = "give the loss the raw scores: remove the softmax"
+            yield mismatch("softmax-twice", said, at(first), fix)
+
+
+# log-probabilities ------------------------------------------------------------------------------------------
+
+
+def of_divergence(evidence: Evidence) -> Iterator[Verdict]:
+    """kl_div is target * log(target) - target * x: where the target sums to one, exp(x) must."""
+    flow = evidence.flow
+    for op in flow.operations:
+        pair = [arg.slot for arg in op.args[:2] if isinstance(arg, Ref)] if op.name == "sub" else []
+        own, product = (flow.maker(slot) for slot in pair) if len(pair) == 2 else (None, None)
+        if own is None or product is None or own.name != "xlogy" or product.name != "mul":
+            continue
+        target, x = own.reads[0], next((slot for slot in product.reads if slot in flow.tail), None)
+        found = flow.values([x, target]) if x is not None and target in product.reads else {}
+        if x is None or len(found) < 2 or found[x].shape != found[target].shape:
+            continue
+        axes = [axis for axis in range(found[x].dim()) if sums_to_one(found[target], axis)]
+        if axes and not any(near_one(found[x].double().exp().sum(axis)) for axis in axes):
+            said = of_log_probabilities(flow, x, found[x], axes[-1], "kl_div", op)
+            yield from (said,) if said is not None else ()
+
+
+def of_paths(evidence: Evidence) -> Iterator[Verdict]:
+    """ctc_loss wants log-probabilities over the last axis."""
+    flow = evidence.flow
+    for op in flow.operations:
+        value = flow.value(op.reads[0]) if op.name == "_ctc_loss" else None
+        if value is not None:
+            said = of_log_probabilities(flow, op.reads[0], value, value.dim() - 1, "ctc_loss", op)
+            yield from (said,) if said is not None else ()
+
+
+def of_log_probabilities(
+    flow: Flow, slot: int, x: Tensor, axis: int, name: str, op: Operation
+) -> Verdict | None:
+    """What goes into a loss that wants logarithms of what sums to one, however they were made."""
+    rows = x.double()
+    sums = rows.exp().sum(axis)
+    if x.shape[axis] < 2 or not bool(rows.isfinite().any()) or near_one(sums):
+        return None
     maker = flow.maker(flow.behind(slot, VIEWS))
-    return maker if maker is not None and maker.name in RANGES else None
+    made_by, where = maker.name if maker is not None else "", place_of("", op.line)
+    of_classes = name == "nll_loss"
+    fix = f"give {name} log_softmax(scores, dim) of the raw scores{', or use cross_entropy' if of_classes else ''}"
+    if sums_to_one(rows, axis):
+        said = f"{name} is given probabilities (each row sums to 1), it wants their logarithms"
+        return mismatch("missing-log", said, where, fix, sure=made_by == "_softmax")
+    total = float(sums.median())
+    softmax = flow.follow(slot, {"_log_softmax"}, through=RESHAPES)
+    if softmax is not None:
+        shape = list(flow.tape.slots[softmax.makes[0]].shape)
+        return confirmed(
+            "axis-or-shape-error/softmax-axis",
+            f"the log_softmax runs over axis {softmax.args[1]} of {shape}, and {name} takes {x.shape[axis]} classes "
+            f"along another: their probabilities sum to {total:.3g} (median), not to 1",
+            where=at(softmax),
+            fix="take the log_softmax along the axis of the classes, as a rule dim=-1",
+            confidence="proven",  # they were summed
+        )
+    said = f"{name} wants log-probabilities, whose exponentials sum to 1 in each row; here they sum to {total:.3g} "
+    said += f"(median), with values from {float(rows.min()):.3g} to {float(rows.max()):.3g}"
+    said += ": the loss has no lower bound" if of_classes else ""
+    what = "nll-of-raw-scores" if of_classes else "raw-scores"
+    return mismatch(what, said, where, fix, sure=made_by in RAW)
 
 
-def _are_probabilities(values: Tensor, dim: int) -> bool:
-    rows = values.double()
-    sums = rows.sum(dim)
-    many = sums.numel() >= 4 and values.shape[dim] >= 2
-    return many and bool((rows >= 0).all()) and bool(((sums - 1).abs() < ALL_SUM_TO_ONE).all())
+def of_picked(evidence: Evidence) -> Iterator[Verdict]:
+    """The probability of the right class, averaged as it is: its gradient dies where the network is most wrong."""
+    flow = evidence.flow
+    for pick in flow.picks:
+        if flow.follow(pick.reads[0], {"_softmax"}) is None:
+            continue
+        ends, _ = flow.reached(pick.makes, VIEWS | {"neg", "mean", "sum", "rsub"})
+        if not ends.isdisjoint(flow.tape.loss_slots):
+            said = "the loss is the probability of the right class itself, not its logarithm"
+            fix = "use log_softmax in place of softmax, or cross_entropy on the raw scores"
+            where = place_of("", pick.line)
+            yield mismatch("missing-log", said, where, fix, sure=False, if_troubled=True, lasting=False)
 
 
-def _place(last: Operation | None, comparison: Comparison) -> str | None:
-    op = last if last is not None else comparison.operation
-    return place_of(op.module, op.line)
+def are_probabilities(values: Tensor, axis: int) -> bool:
+    """All rows, to the last digit of float16: of scores, which may come near it."""
+    sums = values.double().sum(axis)
+    many = sums.numel() >= 4 and values.shape[axis] >= 2
+    return many and bool((values >= 0).all()) and bool(((sums - 1).abs() < ALL_SUM_TO_ONE).all())
 
 
-def _name(op: Operation) -> str:
-    return {"nll_loss_forward": "the cross-entropy", "nll_loss2d_forward": "the cross-entropy"}.get(
-        op.name, op.name
-    )
+def sums_to_one(values: Tensor, axis: int) -> bool:
+    """Whether (nearly) all rows along an axis are distributions."""
+    sums = values.double().sum(axis)
+    return values.shape[axis] >= 2 and sums.numel() >= 2 and bool((values >= 0).all()) and near_one(sums)
+
+
+def near_one(sums: Tensor) -> bool:
+    return bool(((sums - 1).abs() < SUMS_TO_ONE).double().mean() > NEARLY_ALL)

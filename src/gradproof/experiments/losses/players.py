@@ -47,9 +47,7 @@ def do_the_players_disagree(evidence: Evidence) -> Iterator[Verdict]:
 
 def constant_label(evidence: Evidence, comparison: Comparison) -> float | None:
     """The one number that a yes-or-no loss wants of all samples."""
-    if comparison.kind != "binary":
-        return None
-    target = evidence.flow.values([comparison.target]).get(comparison.target)
+    target = evidence.flow.value(comparison.target) if comparison.kind == "binary" else None
     if target is None or not target.numel() or bool((target != target.reshape(-1)[0]).any()):
         return None
     return float(target.reshape(-1)[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded, first_of
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, Comparison, place_of, place_of_data
+from gradproof.instruments.flow import VIEWS, Comparison, Flow, place_of, place_of_data
 from gradproof.instruments.grids import EXACT, Grid, find_grids, find_padding
 from gradproof.instruments.source import read, say_where_made
 from gradproof.instruments.weights import pull, take_apart
@@ -20,7 +20,7 @@ from gradproof.tape.operations import Line, Operation, Ref
 
 def which_positions_count(evidence: Evidence) -> Iterator[Verdict]:
     """Padding, or what fills a gap, that is learned; text, sequences and classes that are not; a mask turned round."""
-    looks = (of_sequences, frames_left_out, blanks_wanted, mean_over_all, filling_counts)
+    looks = (of_sequences, of_alignments, mean_over_all, filling_counts)
     yield from causes_of(each(evidence, *looks))
 
 
@@ -30,11 +30,10 @@ SHARE = 0.1  # of the positions that count being padding: more than a slip
 FEWEST_ROWS, MANY_ROWS = 8, 0.5  # without targets: more than a few that are too short for anything
 SHORTER = 0.95  # of the pairs of a row without and one with targets, the first is the shorter
 FEWEST = 8  # positions that do not count: of fewer, all may be of one class by chance
-HIDDEN = (
-    0.6  # of the positions that a model is to fill in: of ten chosen ones BERT hides eight, and changes one
-)
+HIDDEN = 0.6  # of the positions to fill in: of ten chosen ones BERT hides eight, and changes one
 CHOSEN = 0.6  # of the real positions: beyond that it is what counts that is chosen
 INSIDE = 0.4  # of them with positions that count before and behind them: no prompt, no tail
+MASKED = ("mul", "masked_fill", "index", "masked_select", "where")
 SEEN = 0.1  # of them whose token counts somewhere else: no special tokens, no second halves of words
 
 
@@ -43,9 +42,7 @@ def of_sequences(evidence: Evidence) -> Iterator[Verdict]:
     said: list[Verdict | None] = []
     for grid in find_grids(evidence):
         slot = grid.comparison.prediction
-        if slot not in pulls:
-            pulls[slot] = pull(evidence, slot)
-        gradient = pulls[slot]
+        gradient = pulls[slot] = pulls[slot] if slot in pulls else pull(evidence, slot)
         counts = grid.by_position(gradient.abs().amax(1)) > 0 if gradient is not None else None
         if counts is not None and bool(counts.any()):
             looks = (padding_or_words, sequences_without_targets, class_left_out)
@@ -172,7 +169,7 @@ def masking_line(grid: Grid) -> Line | None:
         if filled and op.line is not None and any(slots[slot].storage in behind for slot in op.writes):
             return op.line
     line = grid.comparison.operation.line
-    nodes = list(ast.walk(read(line.file).tree)) if line is not None else []
+    nodes = ast.walk(read(line.file).tree) if line is not None else ()
     assigned = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Subscript)]
     found = [node.lineno for node in assigned if ast.unparse(node.value) == str(grid.ignored)]
     return Line(line.file, found[0], "<mask>") if line is not None and len(found) == 1 else None
@@ -238,15 +235,11 @@ def share_of_next(grid: Grid, lost: Tensor, token: int) -> float:
 def mask_line(grid: Grid) -> Line | None:
     """Where the mask was made that the losses of the positions are multiplied with or chosen by."""
     flow = grid.evidence.flow
-    losses = grid.comparison.operation.makes[0]
-    for op in flow.operations:
-        reads = flow.reads(op)
-        if op.name not in ("mul", "masked_fill", "index", "masked_select", "where") or len(reads) < 2:
-            continue
-        if losses in {flow.behind(slot, VIEWS) for slot in reads}:
-            makers = [flow.maker(flow.behind(slot, VIEWS)) for slot in reads if slot not in flow.tracked]
-            return next((m.line for m in makers if m is not None and m.line is not None), None)
-    return None
+    _, users = flow.reached(grid.comparison.operation.makes[:1], VIEWS)
+    masked = next((op for op in users if op.name in MASKED and len(op.reads) > 1), None)
+    given = [slot for slot in masked.reads if slot not in flow.tracked] if masked is not None else []
+    makers = (flow.maker(flow.behind(slot, VIEWS)) for slot in given)
+    return next((op.line for op in makers if op is not None and op.line is not None), None)
 
 
 # frames -----------------------------------------------------------------------------------------------------
@@ -255,61 +248,51 @@ TOO_SHORT = 0.2  # of the samples: more than a few that were cut badly
 LONGEST = 0.75  # of the frames: a batch is padded to its longest sample, give or take what a convolution adds
 
 
-def frames_left_out(evidence: Evidence) -> Verdict | None:
-    """CTC that is told of fewer frames than there are: what does not fit in them costs nothing, and teaches nothing."""
-    for op, labels, given in alignments(evidence):
-        wanted = torch.tensor([len(row) for row in labels])
-        # a blank has to stand between
+def of_alignments(evidence: Evidence) -> Iterator[Verdict]:
+    """CTC that is told of fewer frames than there are, so that what does not fit costs nothing; and whose labels hold
+    the blank itself, which means that nothing is said: a path through it is never written."""
+    for op in (op for op in evidence.flow.operations if op.name == "_ctc_loss"):
+        labels, given = labels_and_frames(evidence.flow, op)
+        frames, *_, classes = evidence.slot(op.args[0].slot).shape
+        wanted, every = torch.tensor([len(row) for row in labels]), torch.cat(labels)
+        # a blank has to stand between two that are the same
         again = torch.tensor([int((row[1:] == row[:-1]).sum()) for row in labels])
-        frames = evidence.slot(op.args[0].slot).shape[0]
         short, longest = given < wanted + again, int(given.max())
-        if len(given) < SMALLEST or float(short.double().mean()) <= TOO_SHORT or longest > LONGEST * frames:
-            continue
-        return confirmed(
-            f"{FAMILY}/frames-left-out",
-            f"{int(short.sum())} of {len(given)} samples have more labels than the frames that the loss is told of: "
-            "their loss is infinite"
-            + (", and zero_infinity drops them without a word" if op.args[-1] is True else ""),
-            f"the scores have {frames} frames, the longest sample is said to have {longest}",
-            where=place_of(op.module, op.line),
-            fix=f"give the lengths of the scores, subsampled as far as the network does it: here {frames} frames "
-            "for the longest sample",
-            confidence="proven",  # counted
-        )
-    return None
-
-
-def blanks_wanted(evidence: Evidence) -> Verdict | None:
-    """CTC whose labels hold the blank itself, which means that nothing is said: a path through it is never written."""
-    for op, labels, _ in alignments(evidence):
-        blank = op.args[4] if len(op.args) > 4 else 0
-        wanted = torch.cat(labels)
-        holding, blanks = sum(bool((row == blank).any()) for row in labels), int((wanted == blank).sum())
-        if blanks == 0:
-            continue
-        classes = evidence.slot(op.args[0].slot).shape[-1]
-        return confirmed(
-            f"{FAMILY}/blank-in-targets",
-            f"{blanks} labels of {holding} samples ({len(labels)} in the batch) are {blank}, the blank of ctc_loss: "
-            f"what stands for silence is never written down; labels go from {int(wanted.min())} to "
-            f"{int(wanted.max())}, and there are {classes} classes",
-            where=place_of(op.module, op.line),
-            confidence="proven",  # counted
-        )
-    return None
-
-
-def alignments(evidence: Evidence) -> Iterator[tuple[Operation, list[Tensor], Tensor]]:
-    """Each CTC loss: the labels of every sample, without what pads them, and the frames that it is told of."""
-    for op in evidence.flow.operations:
-        if op.name == "_ctc_loss":
-            slots = [a.slot for a in op.args[1:4] if isinstance(a, Ref)]
-            found = evidence.flow.values(slots) if slots else {}
-            targets, given, wanted = (
-                found[a.slot].cpu().long() if isinstance(a, Ref) else torch.tensor(a) for a in op.args[1:4]
+        many = len(given) >= SMALLEST and float(short.double().mean()) > TOO_SHORT
+        if many and longest <= LONGEST * frames:
+            dropped = ", and zero_infinity drops them without a word" if op.args[-1] is True else ""
+            yield confirmed(
+                f"{FAMILY}/frames-left-out",
+                f"{int(short.sum())} of {len(given)} samples have more labels than the frames that the loss is told "
+                f"of: their loss is infinite{dropped}",
+                f"the scores have {frames} frames, the longest sample is said to have {longest}",
+                where=place_of(op.module, op.line),
+                fix=f"give the lengths of the scores, subsampled as far as the network does it: here {frames} frames "
+                "for the longest sample",
+                confidence="proven",  # counted
             )
-            rows = targets if targets.dim() == 2 else targets.split(wanted.tolist())
-            yield op, [row[:length] for row, length in zip(rows, wanted.tolist(), strict=True)], given
+        blank = op.args[4] if len(op.args) > 4 else 0
+        if bool((every == blank).any()):
+            holding = sum(bool((row == blank).any()) for row in labels)
+            yield confirmed(
+                f"{FAMILY}/blank-in-targets",
+                f"{int((every == blank).sum())} labels of {holding} samples ({len(labels)} in the batch) are {blank}, "
+                f"the blank of ctc_loss: what stands for silence is never written down; labels go from "
+                f"{int(every.min())} to {int(every.max())}, and there are {classes} classes",
+                where=place_of(op.module, op.line),
+                confidence="proven",  # counted
+            )
+
+
+def labels_and_frames(flow: Flow, op: Operation) -> tuple[list[Tensor], Tensor]:
+    """Of a CTC loss: the labels of every sample, without what pads them, and the frames that it is told of."""
+    slots = [arg.slot for arg in op.args[1:4] if isinstance(arg, Ref)]
+    found = flow.values(slots) if slots else {}
+    targets, given, wanted = (
+        found[arg.slot].cpu().long() if isinstance(arg, Ref) else torch.tensor(arg) for arg in op.args[1:4]
+    )
+    rows = targets if targets.dim() == 2 else targets.split(wanted.tolist())
+    return [row[:length] for row, length in zip(rows, wanted.tolist(), strict=True)], given
 
 
 # gaps -------------------------------------------------------------------------------------------------------
@@ -321,6 +304,7 @@ MEASURED = 64  # entries that are not filled
 FILLED = (0.1, 0.98)  # of the entries that hold the one value
 DIFFERENT = 0.3  # of the others are different numbers: measured, not counted or classified
 SCATTERED = 0.3  # correlation of neighbours: in the background of a picture it is nearly 1
+BLACK = 0.1  # of the range of the others: nearer than what was not measured is to what was
 APART = 20  # typical distances between neighbours among the others
 FEWEST_GRADES = 4  # different numbers, where there are few: two or three are classes
 OUTSIDE = 10  # ranges of the others away: nobody measures that
@@ -333,18 +317,16 @@ def mean_over_all(evidence: Evidence) -> Verdict | None:
     """Errors multiplied by a mask, then averaged over all positions, masked ones included."""
     flow = evidence.flow
     for term in (term for root in evidence.tape.loss_slots for term in take_apart(flow, root) if term.mean):
-        made = flow.maker(flow.behind(term.operation.reads[0], VIEWS))
-        if made is None or made.name not in ("mul", "masked_fill"):
-            continue
-        mask = next((slot for slot in made.reads[::-1] if slot not in flow.tracked), None)
-        value = flow.values([mask]).get(mask) if mask is not None else None
+        made = flow.follow(term.operation.reads[0], {"mul", "masked_fill"})
+        mask = next((slot for slot in made.reads[::-1] if slot not in flow.tracked), None) if made else None
+        value = flow.value(mask) if mask is not None else None
         if value is None or value.numel() < SMALLEST or not bool(((value == 0) | (value == 1)).all()):
             continue
         share = float(value.double().mean())
-        share = 1 - share if made.name == "masked_fill" else share
+        share = 1 - share if made is not None and made.name == "masked_fill" else share
         if 0 < share < NEARLY:
             return confirmed(
-                "loss-mask-error/mean-over-all",
+                f"{FAMILY}/mean-over-all",
                 f"the mask lets {100 * share:.0f} % of the positions count, but the mean divides by all of them: "
                 f"the loss is {1 / share:.2g} times too small, and differs with the padding",
                 where=place_of("", term.operation.line),
@@ -357,14 +339,13 @@ def mean_over_all(evidence: Evidence) -> Verdict | None:
 
 def filling_counts(evidence: Evidence) -> Verdict | None:
     """Ratings of 1 to 5 with 0 for none, measurements with -999 for none; one-hot rows and sparse signals are not."""
-    weights = {slot.index for slot in evidence.tape.parameters}
-    for comparison in evidence.flow.comparisons:
+    flow = evidence.flow
+    for comparison in flow.comparisons:
         # what a network has a part in was not measured: a return of 1 at a goal
-        made = not weights.isdisjoint(evidence.flow.ancestors(comparison.target))
-        if comparison.kind != "value" or made:
+        if comparison.kind != "value" or flow.is_learned(comparison.target):
             continue
         mask, times = find_idle_mask(evidence, comparison)
-        target = evidence.flow.values([comparison.target]).get(comparison.target)
+        target = flow.value(comparison.target)
         found = None if target is None else find_filling(target.detach())
         if target is None or found is None:
             continue
@@ -375,17 +356,19 @@ def filling_counts(evidence: Evidence) -> Verdict | None:
         counting = float((gradient.reshape(target.shape) != 0)[target == value].double().mean())
         if counting < NEARLY:
             return None
+        said, line = [], comparison.operation.line
+        if mask is not None:
+            place = place_of("", mask.line)
+            said = [f"the mask made of the targets at {place} leaves none out, {times:g} times of {times:g}"]
         idle = mask is not None and times >= IDLE
-        masked = f"the mask made of the targets at {place_of('', mask.line) if mask is not None else ''}"
-        say_idle = [f"{masked} leaves none out, {times} times of {times}"] if mask is not None else []
         return confirmed(
-            "loss-mask-error/missing-entries-count",
+            f"{FAMILY}/missing-entries-count",
             f"{100 * share:.0f} % of the {target.numel()} target entries are exactly {value:g}; the others are "
             f"{gap:.3g} or more away from it, and most of them farther: missing entries?",
             f"{100 * counting:.0f} % of those entries have a gradient: the loss learns {value:g} there",
-            *say_idle,
-            *say_where_made(evidence, comparison.target, comparison.operation.line, target=True),
-            where=place_of("", (mask if idle and mask is not None else comparison.operation).line),
+            *said,
+            *say_where_made(evidence, comparison.target, line, target=True),
+            where=place_of("", mask.line if idle and mask is not None else line),
             fix=f"let them not count: mask = target != {value:g}; (loss * mask).sum() / mask.sum()",
             level="problem" if outside or idle else "warning",
             confidence="likely" if outside or are_scattered(target == value) else "possible",
@@ -400,22 +383,19 @@ def find_filling(target: Tensor) -> tuple[float, float, float, bool] | None:
     if not target.is_floating_point() or flat.numel() < 2 * MEASURED or not bool(flat.isfinite().all()):
         return None
     value = torch.mode(flat).values
-    rest = flat[flat != value].sort().values
+    rest = flat[flat != value]
     share = 1 - len(rest) / len(flat)
     if len(rest) < MEASURED or not FILLED[0] < share < FILLED[1]:
         return None
     different, times = torch.unique(rest, return_counts=True)
-    if bool(different[0] < value) and bool(value < different[-1]):
-        return None  # amid the others is the most common measurement; zeros between signs may be silence
     gap, usual = float((different - value).abs().min()), float(different.diff().median())
     span = float(different[-1] - different[0])
-    if gap < 0.1 * span:  # the dark pixels of a picture come near its black
+    # amid the others is the most common measurement; the dark pixels of a picture come near its black
+    if bool(different[0] < value < different[-1]) or gap < BLACK * span:
         return None
     few = len(different) < DIFFERENT * len(rest)
-    if few:
-        if not are_grades(value, different, times) or not are_scattered(target == value):
-            return None
-    elif gap < APART * usual:  # a signal that is cut off at 0 comes near it
+    graded = few and are_grades(value, different, times) and are_scattered(target == value)
+    if not (graded if few else gap >= APART * usual):  # a signal that is cut off at 0 comes near it
         return None
     outside = gap > OUTSIDE * span and (not few or bool(value < 0))  # two prices may be far from none, too
     return float(value), share, gap, outside
@@ -449,18 +429,14 @@ def find_idle_mask(evidence: Evidence, comparison: Comparison) -> tuple[Operatio
     """
     flow, idle = evidence.flow, evidence.memory.setdefault("idle masks", {})  # times, by line
     data = flow.behind(comparison.target, PARTS)
-    made = {flow.makes(op)[0]: op for op in flow.operations if op.name in MASKS and flow.makes(op)}
-    masks = {
-        slot: op
-        for slot, op in made.items()
-        if slot not in flow.body and {flow.behind(s, PARTS) for s in flow.reads(op)} == {data}
-    }
+    made = {op.makes[0]: op for op in flow.operations if op.name in MASKS and flow.body.isdisjoint(op.makes)}
+    masks = {s: op for s, op in made.items() if {flow.behind(read, PARTS) for read in op.reads} == {data}}
     values = flow.values(masks) if masks else {}
     for slot, op in masks.items():
         mask = values.get(slot)
         nothing = mask is not None and mask.numel() > 1 and bool((mask == mask.flatten()[0]).all())
         idle[op.line] = idle.get(op.line, 0) + 1 if nothing else -math.inf
-    if not masks or any(idle[op.line] < 0 for op in masks.values()):
+    first = next(iter(masks.values()), None)
+    if first is None or any(idle[op.line] < 0 for op in masks.values()):
         return None, 0
-    first = next(iter(masks.values()))
     return first, idle[first.line]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from gradproof.experiments.losses.terms import policy_terms
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
+from gradproof.instruments.choices import policy_terms
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, place_of
 from gradproof.tape.operations import Operation, Slot, references
@@ -85,44 +86,36 @@ def along_an_output(evidence: Evidence) -> Iterator[Verdict]:
     Only of a loss that compares values with targets, whose samples are not weighed (a policy's are), and that is on
     its way to −∞ in this run.
     """
-    flow = evidence.flow
-    if not runs_down(evidence.losses) or not flow.comparisons:
+    flow, losses = evidence.flow, evidence.losses
+    if not runs_down(losses) or not flow.comparisons:
         return
     if any(c.kind != "value" for c in flow.comparisons) or are_samples_weighed(evidence):
         return
-    for slots in outputs(evidence)[:MOST]:
+    for slots, way in product(outputs(evidence)[:MOST], (1.0, -1.0)):
         now = flow.values([*slots, *evidence.tape.loss_slots])
-        if any(slot not in now for slot in slots):
+        fallen = falls_without_end(evidence, now, slots, way) if now.keys() >= set(slots) else None
+        if fallen is None:
             continue
-        for way in (1.0, -1.0):
-            fallen = falls_without_end(evidence, now, slots, way)
-            if fallen is None:
-                continue
-            yield verdict_of(evidence, slots[0], way, fallen)
-            return
-
-
-def verdict_of(evidence: Evidence, slot: int, way: float, fallen: list[float]) -> Verdict:
-    user = last_user(evidence, slot)
-    far = ", ".join(f"{loss:.3g}" for loss in fallen)
-    return confirmed(
-        "loss-scale-or-sign/unbounded",
-        f"one output {list(evidence.slot(slot).shape)} of the network, shifted by {way * DECADES[0]:g}, "
-        f"{way * DECADES[1]:g} and {way * DECADES[2]:g} and nothing else, takes the loss from {evidence.loss:.3g} to "
-        f"{far}: it falls without end for all samples, however far predictions are from their targets",
-        f"the loss of the run goes that way: {evidence.losses[0]:.3g} at first, {evidence.losses[-1]:.3g} now",
-        where=place_of("", user.line if user is not None else None),
-        confidence="proven",  # it was shifted alone
-    )
+        _, users = flow.reached(slots[:1], PASSES)
+        shifts, far = ", ".join(f"{way * d:g}" for d in DECADES), ", ".join(f"{loss:.3g}" for loss in fallen)
+        yield confirmed(
+            "loss-scale-or-sign/unbounded",
+            f"one output {list(evidence.slot(slots[0]).shape)} of the network, shifted by {shifts} and nothing else, "
+            f"takes the loss from {evidence.loss:.3g} to {far}: it falls without "
+            "end for all samples, however far predictions are from their targets",
+            f"the loss of the run goes that way: {losses[0]:.3g} at first, {losses[-1]:.3g} now",
+            where=place_of("", users[-1].line if users else None),
+            confidence="proven",  # it was shifted alone
+        )
+        return
 
 
 def runs_down(losses: Sequence[float]) -> bool:
     """Whether the loss has become negative and lies further below its start than that was from zero."""
-    losses = list(losses)
-    if len(losses) < 6 or not all(math.isfinite(loss) for loss in (*losses[:3], *losses[-3:])):
+    first, last = losses[:3], losses[-3:]
+    if len(losses) < 6 or not all(map(math.isfinite, (*first, *last))):
         return False
-    first, last = median(losses[:3]), median(losses[-3:])
-    return last < 0 and last < first - max(1.0, abs(first))
+    return median(last) < 0 and median(last) < median(first) - max(1.0, abs(median(first)))
 
 
 def are_samples_weighed(evidence: Evidence) -> bool:
@@ -130,13 +123,12 @@ def are_samples_weighed(evidence: Evidence) -> bool:
     flow = evidence.flow
     for op in flow.operations:
         refs = list(references(op.args))
-        if op.name not in ("mul", "div", "dot", "mm") or len(refs) != 2 or not set(op.makes) & flow.tail:
+        if op.name not in ("mul", "div", "dot", "mm") or len(refs) != 2 or flow.tail.isdisjoint(op.makes):
             continue
         given = [ref.slot for ref in refs if not ref.tracked and math.prod(evidence.slot(ref.slot).shape) > 1]
-        for slot in given if len(given) == 1 else ():
-            values = flow.values([slot]).get(slot)
-            if values is None or not bool(((values == 0) | (values == 1)).all()):
-                return True
+        values = flow.value(given[0]) if len(given) == 1 else torch.zeros(())
+        if values is None or not bool(((values == 0) | (values == 1)).all()):
+            return True
     return False
 
 
@@ -185,35 +177,18 @@ def falls_without_end(
             value[rows] += way * shift
         return loss_of(evidence, evidence.flow.values(evidence.tape.loss_slots, moved))
 
-    fallen: list[float] = []
-    for shift in DECADES:
-        fallen.append(loss_at(shift))
-        falls = [a - b for a, b in zip([before, *fallen], fallen, strict=False)]
-        if not all(math.isfinite(loss) for loss in fallen) or not all(fall > 0 for fall in falls):
-            return None
-    if not (fallen[-1] < 0 and falls[2] > NO_LESS * falls[1] > 0):
+    fallen = [loss_at(shift) for shift in DECADES]
+    first, second, third = (a - b for a, b in zip([before, *fallen], fallen, strict=False))
+    if not all(map(math.isfinite, fallen)) or not min(first, second, third) > 0:
         return None
     count = min(now[slot].shape[0] if now[slot].dim() else 0 for slot in slots)
-    if count < GROUPS:
+    if not fallen[-1] < 0 or not third > NO_LESS * second or count < GROUPS:
         return None
     whole = before - fallen[1]
-    parts = [before - loss_at(DECADES[1], slice(group, None, GROUPS)) for group in range(GROUPS)]
+    parts = (before - loss_at(DECADES[1], slice(group, None, GROUPS)) for group in range(GROUPS))
     return fallen if all(part > EACH * whole / GROUPS for part in parts) else None
 
 
 def loss_of(evidence: Evidence, values: dict[int, Tensor]) -> float:
     found = [values[slot] for slot in evidence.tape.loss_slots if slot in values]
     return float(torch.stack([loss.double().sum() for loss in found]).sum()) if found else math.nan
-
-
-def last_user(evidence: Evidence, slot: int) -> Operation | None:
-    """The last operation on an output that is no mere view of it."""
-    reach, found = {slot}, None
-    for op in evidence.flow.operations:
-        if reach.isdisjoint(op.reads):
-            continue
-        if op.name in PASSES:
-            reach.update(op.makes)
-        else:
-            found = op
-    return found

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, confirmed, first_of
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, Comparison, Flow, place_of
+from gradproof.instruments.flow import Comparison, Flow, place_of
 from gradproof.instruments.hearing import Statistics, alike_along, exchange, outcome
 from gradproof.instruments.weights import Term, take_apart
-from gradproof.tape.operations import Ref
+from gradproof.tape.operations import Operation, Ref
 
 FAMILY = "loss-scale-or-sign"
 SMALLEST = 4  # samples: of fewer, a sum weighs little more than a mean
@@ -35,14 +35,12 @@ def are_terms_weighed_alike(evidence: Evidence) -> Iterator[Verdict]:
 
 def one_term_is_summed(evidence: Evidence) -> Verdict | None:
     """One term averaged over the batch, another summed over it: the second grows with the batch."""
-    flow = evidence.flow
-    batch = evidence.slot(flow.inputs[0]).shape[0] if flow.inputs else 0
-    compared = {c.operation.index for c in flow.comparisons}
-    for root in evidence.tape.loss_slots if batch >= SMALLEST else ():
-        terms = [t for t in take_apart(flow, root) if t.operand and t.operand[0] == batch]
-        averaged = [t for t in terms if t.is_averaged_over(batch)]
+    compared = {c.operation.index for c in evidence.flow.comparisons}
+    for batch, every in terms_of_losses(evidence):
+        terms = [t for t in every if t.operand and t.operand[0] == batch]
+        averaged = [t for t in terms if t.is_averaged_over(batch) and t.operation.index in compared]
         summed = [t for t in terms if not t.is_averaged_over(batch) and t.weight > LITTLE]
-        if summed and any(t.operation.index in compared for t in averaged):
+        if summed and averaged:
             term = summed[0]
             return confirmed(
                 f"{FAMILY}/one-term-not-averaged",
@@ -59,11 +57,7 @@ def one_term_drowns(evidence: Evidence) -> Verdict | None:
     """A comparison averaged over all entries, beside a term summed over what each sample has (a divergence, say): the
     comparison weighs as little as it has entries, and the network may give up to hear its input at all."""
     flow = evidence.flow
-    batch = evidence.slot(flow.inputs[0]).shape[0] if flow.inputs else 0
-    if evidence.step < SETTLED or batch < SMALLEST:
-        return None
-    for root in evidence.tape.loss_slots:
-        terms = take_apart(flow, root)
+    for batch, terms in terms_of_losses(evidence) if evidence.step >= SETTLED else ():
         averaged = [(t, c) for t in terms for c in flow.comparisons if t.mean and t.operation is c.operation]
         summed = [t for t in terms if t.weight * batch > LITTLE and sums_entries(flow, t, batch)]
         for term, comparison in averaged if summed else ():
@@ -82,13 +76,19 @@ def one_term_drowns(evidence: Evidence) -> Verdict | None:
     return None
 
 
+def terms_of_losses(evidence: Evidence) -> Iterator[tuple[int, list[Term]]]:
+    """(size of the batch, summands) of each loss, unless the batch is small."""
+    flow = evidence.flow
+    batch = evidence.slot(flow.inputs[0]).shape[0] if flow.inputs else 0
+    yield from ((batch, take_apart(flow, root)) for root in evidence.tape.loss_slots if batch >= SMALLEST)
+
+
 def sums_entries(flow: Flow, term: Term, batch: int) -> bool:
     """Whether a term is averaged over the samples, and is a sum over the entries of each."""
-    reads = flow.reads(term.operation)
-    inner = flow.maker(flow.behind(reads[0], VIEWS)) if reads else None
-    if inner is None or inner.name != "sum" or not term.is_averaged_over(batch):
+    inner = flow.follow(term.operation.reads[0], {"sum"})
+    if inner is None or not term.is_averaged_over(batch):
         return False
-    whole = flow.tape.slots[flow.reads(inner)[0]].shape
+    whole = flow.tape.slots[inner.reads[0]].shape
     return term.operand == (batch,) and whole[0] == batch and math.prod(whole) > batch
 
 
@@ -116,52 +116,31 @@ def how_much_is_heard(evidence: Evidence, comparison: Comparison) -> float | Non
 
 def frequent_classes_weigh_more(evidence: Evidence) -> Verdict | None:
     """Weights that grow with the frequency of their class take from the rare ones what little they have."""
-    for comparison in evidence.flow.comparisons:
-        op = comparison.operation
-        if comparison.kind != "class" or len(op.args) < 3 or not isinstance(op.args[2], Ref):
-            continue
-        found = evidence.values([comparison.target, op.args[2].slot])
-        target, weight = found[comparison.target].flatten(), found[op.args[2].slot].double().flatten().cpu()
+    for op, target, weight in weighed(evidence, "class", 2):
         counts: Tensor = evidence.memory.setdefault("class counts", torch.zeros(len(weight)))
         if len(counts) != len(weight):
             return None
-        inside = target[(target >= 0) & (target < len(weight))]
-        counts += torch.bincount(inside, minlength=len(weight)).cpu()
+        target = target.flatten().long()
+        counts += torch.bincount(target[(target >= 0) & (target < len(weight))], minlength=len(weight))
         seen = (counts > 0) & (weight > 0)
         if not grows_with(weight[seen], counts[seen]):
             return None
         shares = counts / counts.sum()
         often, rare = int(counts.argmax()), int(counts.where(seen, torch.inf).argmin())
-        return confirmed(
-            f"{FAMILY}/class-weights",
+        return weighs_wrongly(
+            op,
             f"the loss weighs the most frequent class ({100 * float(shares[often]):.3g} % of the targets) with "
             f"{float(weight[often]):.3g} and the rarest ({100 * float(shares[rare]):.3g} %) with "
             f"{float(weight[rare]):.3g}: the weights grow with the frequency",
-            where=place_of(op.module, op.line),
-            # of two classes, the frequent one may be the one that matters
-            level="problem" if int((counts > 0).sum()) > 2 else "warning",
-            fix="weigh classes by one over their frequency (or its root), not by the frequency",
-            confidence="likely",
-            lasting=False,
+            "weigh classes by one over their frequency (or its root), not by the frequency",
+            int((counts > 0).sum()) > 2,  # of two classes, the frequent one may be the one that matters
         )
     return None
 
 
 def rare_answers_weigh_less(evidence: Evidence) -> Verdict | None:
     """A pos_weight that gets smaller the rarer a yes is: the fraction is the wrong way up."""
-    for comparison in evidence.flow.comparisons:
-        op = comparison.operation
-        if (
-            op.name != "binary_cross_entropy_with_logits"
-            or len(op.args) < 4
-            or not isinstance(op.args[3], Ref)
-        ):
-            continue
-        found = evidence.values([comparison.target, op.args[3].slot])
-        weight, target = (
-            found[op.args[3].slot].double().flatten().cpu(),
-            found[comparison.target].double().cpu(),
-        )
+    for op, target, weight in weighed(evidence, "binary", 3):
         target = target.reshape(-1, len(weight))
         kept: Tensor = evidence.memory.setdefault("yes and all", torch.zeros(2, len(weight)))
         if kept.shape[1] != len(weight):
@@ -178,20 +157,37 @@ def rare_answers_weigh_less(evidence: Evidence) -> Verdict | None:
         if len(balanced) > 2 and not falls_with(given, balanced):
             return None
         rare = int(share.where(seen, torch.inf).argmin())
-        return confirmed(
-            f"{FAMILY}/class-weights",
+        return weighs_wrongly(
+            op,
             f"pos_weight makes a rare yes count less: of the {len(weight)} answers the rarest is yes in "
             f"{100 * float(share[rare]):.2g} % of the targets and weighs {float(weight[rare]):.3g}, where "
             f"{float((1 - share[rare]) / share[rare]):.3g} would balance it",
-            where=place_of(op.module, op.line),
-            fix="turn the fraction over: pos_weight = (number of no) / (number of yes)",
-            level="problem"
-            if len(balanced) > 2
-            else "warning",  # of one or two, somebody may want few false alarms
-            confidence="likely",
-            lasting=False,
+            "turn the fraction over: pos_weight = (number of no) / (number of yes)",
+            len(balanced) > 2,  # of one or two, somebody may want few false alarms
         )
     return None
+
+
+def weighed(evidence: Evidence, kind: str, place: int) -> Iterator[tuple[Operation, Tensor, Tensor]]:
+    """(loss, targets, weights) of comparisons whose loss is given a weight for each class, or answer, at a place."""
+    for comparison in evidence.flow.comparisons:
+        op = comparison.operation
+        given = op.args[place] if len(op.args) > place and op.name != "binary_cross_entropy" else None
+        if comparison.kind == kind and isinstance(given, Ref):
+            found = evidence.values([comparison.target, given.slot])
+            yield op, found[comparison.target].double().cpu(), found[given.slot].double().flatten().cpu()
+
+
+def weighs_wrongly(op: Operation, said: str, fix: str, sure: bool) -> Verdict:
+    return confirmed(
+        f"{FAMILY}/class-weights",
+        said,
+        where=place_of(op.module, op.line),
+        level="problem" if sure else "warning",
+        fix=fix,
+        confidence="likely",
+        lasting=False,
+    )
 
 
 def grows_with(weight: Tensor, counts: Tensor) -> bool:

@@ -14,7 +14,7 @@ from itertools import islice, permutations
 import torch
 from torch import Tensor
 
-from gradproof.experiments.losses.logarithms import SUMS_TO_ONE
+from gradproof.experiments.losses.activation import SUMS_TO_ONE
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, VIEWS, Flow, place_of, squeezed
