@@ -31,6 +31,7 @@ from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.own_rate import own_rate_dies
 from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
+from gradproof.diagnosis.recurrences import recurrence_never_used, state_weights_without_gradient
 from gradproof.diagnosis.returns import average_stays, weights_put_back
 from gradproof.diagnosis.said import libraries_said
 from gradproof.diagnosis.series import tracks
@@ -135,7 +136,8 @@ def never_changed(run: Run) -> Iterator[Symptom]:
     if not still or len(run) < 3 or run.by_hand:  # an update by hand has symptoms of its own
         return
     no_gradient = [p for p in still if not p.get("gradient")]
-    with_gradient = [p for p in still if p.get("gradient")]
+    idle = state_weights_without_gradient(run)  # said by recurrence_never_used
+    with_gradient = [p for p in still if p.get("gradient") and p["name"] not in idle]
     if no_gradient:
         level = "warning" if len(no_gradient) < len(inside) else "problem"
         text = f"{_names(no_gradient)} never got a gradient in {len(run)} steps"
@@ -368,6 +370,7 @@ SYMPTOMS = (
     order_of_calls,
     outside_optimizer,
     never_changed,
+    recurrence_never_used,
     learning_rate,
     own_rate_dies,
     gradient_growing,

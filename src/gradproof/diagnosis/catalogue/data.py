@@ -155,8 +155,13 @@ CAUSES = (
                 "positions-along-the-batch",
                 "count along the sequence: cumsum(dim=1), or arange(T) for every sample",
             ),
+            (
+                "one-step-of-time",
+                "give the layer whole sequences along its axis of time, and read each direction where it has seen all: "
+                "h_n, or out[:, -1, :H] beside out[:, 0, H:]",
+            ),
         ),
-        raised_by=("loss_not_improving",),
+        raised_by=("loss_not_improving", "recurrence_never_used"),
         of_structure=True,
     ),
     Cause(
