@@ -24,6 +24,7 @@ from gradproof.instruments.order import another_order, text_runs_along_the_batch
 from gradproof.instruments.rows import as_rows, data_behind, row_numbers, rows_behind
 from gradproof.instruments.source import cut_line, forward_line, lines_behind, say_where_made
 from gradproof.tape.operations import Line, Operation, Ref
+from gradproof.tape.operators import FUSED_ATTENTION
 
 FAMILY = "axis-or-shape-error"
 Shape = tuple[int, ...]
@@ -53,6 +54,7 @@ KEEPS_AN_AXIS = {
     "norm",
 }  # keepdim=True
 RESHAPED = {"view", "_unsafe_view", "reshape"}
+ATTENDS = {"bmm", "baddbmm", *FUSED_ATTENTION}
 MOVED = RESHAPES | {"slice", "select"}
 CHANNELS_SECOND = ("convolution", "upsample_", "native_batch_norm", "cudnn_batch_norm")
 CHANNELS_LAST = ("addmm", "mm", "linear")
@@ -208,7 +210,9 @@ def view_for_transpose(evidence: Evidence) -> Iterator[Verdict]:
         if comes_padded(evidence.flow, op.reads[0]):
             continue  # a column more, and each row begins one later: how relative positions are shifted
         before, after = evidence.slot(op.reads[0]).shape, evidence.slot(op.makes[0]).shape
-        if scrambles(before, after) and op.makes[0] in evidence.flow.tracked | data_slots(evidence):
+        folded = folds_parts_into_the_batch(before, after) and is_attended(evidence, op)
+        wrong = folded or scrambles(before, after)
+        if wrong and op.makes[0] in evidence.flow.tracked | data_slots(evidence):
             yield confirmed(
                 f"{FAMILY}/view-for-transpose",
                 f"view makes {list(after)} of {list(before)} without moving a number: rows of different axes are mixed",
@@ -216,6 +220,32 @@ def view_for_transpose(evidence: Evidence) -> Iterator[Verdict]:
                 fix="transpose or permute to the new order of axes first, then reshape",
                 confidence="likely",  # the shapes alone tell
             )
+
+
+def folds_parts_into_the_batch(before: Shape, after: Shape) -> bool:
+    """Whether (batch, positions, heads · width) becomes (batch · heads, positions, width): a row of it holds all heads
+    of a few positions, where one head of all positions was meant. Of as many heads as positions, those may be meant.
+
+    >>> folds_parts_into_the_batch((8, 32, 60), (40, 32, 12)), folds_parts_into_the_batch((8, 5, 60), (40, 5, 12))
+    (True, False)
+    """
+    if len(before) != 3 or len(after) != 3 or before[1] != after[1] or before[1] < 2 or not before[0]:
+        return False
+    parts = after[0] // before[0]
+    return parts > 1 and parts != before[1] and (before[0] * parts, before[2]) == (after[0], parts * after[2])
+
+
+def is_attended(evidence: Evidence, view: Operation) -> bool:
+    """Whether the rows of what a view makes meet each other in a product of batches, perhaps scaled or turned before.
+    What looks at each row alone (a norm of every head) may look at them in any order."""
+    reached = set(view.makes)
+    for op in evidence.flow.operations:
+        if op.index > view.index and not reached.isdisjoint(evidence.flow.reads(op)):
+            if op.name in ATTENDS:
+                return True
+            if op.name in VIEWS | {"mul", "div"}:
+                reached.update(op.makes)
+    return False
 
 
 def comes_padded(flow: Flow, slot: int) -> bool:
