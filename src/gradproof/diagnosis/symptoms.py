@@ -159,6 +159,8 @@ def explain_standstill(run: Run, still: list[dict]) -> tuple[str, tuple[str, ...
     measured = table.values[:, columns][np.isfinite(table.values[:, columns])]
     if measured.size and (measured == 0).all():
         text = f"the gradient of {_names(still)} is exactly zero at every measured step"
+        if all(is_a_bias_that_cancels(p, table) for p in still):
+            return f"{text}, that of the weights beside it is not: what it adds cancels in the loss", ()
         return text, ("dead-activation/units", "bad-init/zeros", "vanishing-signal/depth")
     if all(o.get("class") == "UpdatesByHand" for o in run.info.get("optimizers", [])):
         text = f"gradients arrive at {_names(still)}, and no update by hand has changed a bit of it"
@@ -174,6 +176,15 @@ def explain_standstill(run: Run, still: list[dict]) -> tuple[str, tuple[str, ...
         "param-not-updated/no-change",
         "low-precision-error/lost-updates",
     )
+
+
+def is_a_bias_that_cancels(parameter: dict, table: Table) -> bool:
+    """One of a layer whose weights learn: its units respond. A loss of differences (a critic's) has no use for it."""
+    path, _, last = parameter["name"].rpartition(".")
+    beside = [
+        j for j, name in enumerate(table.names) if path and name == f"{path}.{last.replace('bias', 'weight')}"
+    ]
+    return len(parameter["shape"]) < 2 and "bias" in last and bool((table.values[:, beside] > 0).any())
 
 
 def learning_rate_is_zero(run: Run) -> bool:

@@ -67,7 +67,7 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
             for verdict in of_inputs(evidence, slot, value, learned):
                 yield verdict
                 return
-            if not found:
+            if not found and bool(value.any()):  # a first state of zeros tells nothing
                 size = float(value.double().pow(2).mean().sqrt())
                 yield excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
                 return
