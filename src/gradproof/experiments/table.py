@@ -293,7 +293,7 @@ DIFFERENTIATES = (
         DIFFERENTIATE, needs=("black boxes",)),
     Question("is_the_loss_the_right_way_up", "losses.terms",
         "Do predictions go to their targets, down the gradient, and is exploring rewarded?",
-        ("loss-scale-or-sign: sign policy-sign entropy-sign",
+        ("loss-scale-or-sign: sign policy-sign entropy-sign terms-cancel",
          "optimizer-config: maximize"),
         DIFFERENTIATE, needs=("targets",), core=True),
     Question("which_positions_count", "losses.positions",

@@ -119,6 +119,10 @@ CAUSES = (
             ),
             ("policy-sign", "minimise the negative: loss = -(log_prob * advantage).mean()"),
             ("sign", "remove the minus sign in front of the loss, or pass maximize=True"),
+            (
+                "terms-cancel",
+                "give each player a loss of its own, and an optimizer that steps what is its own, one after the other",
+            ),
             ("entropy-sign", "subtract it: loss = policy_loss - coefficient * entropy"),
             (
                 "one-term-drowns",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded, undecided
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import KINDS, VIEWS, Comparison, Flow, place_of
+from gradproof.instruments.flow import KINDS, RESHAPES, VIEWS, Comparison, Flow, place_of
 from gradproof.instruments.rows import sources
 from gradproof.instruments.source import lines_of_names
 from gradproof.instruments.update import BY_HAND, named_parameters
@@ -23,7 +23,7 @@ from gradproof.tape.replay import differentiate
 
 
 def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
-    yield from causes_of(each(evidence, towards_targets, towards_exploring))
+    yield from causes_of(each(evidence, towards_targets, towards_exploring, terms_that_cancel))
 
 
 FAMILY = "loss-scale-or-sign"
@@ -435,3 +435,39 @@ def is_logarithm(logs: Tensor, p: Tensor) -> bool:
     sums = p.sum(-1)
     whole = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
     return whole and torch.allclose(logs[some], p[some].log(), atol=1e-2)
+
+
+CANCELLED = 1e-12  # of either term: in float64 what is left of equal terms is rounding
+
+
+def terms_that_cancel(evidence: Evidence) -> Iterator[Verdict]:
+    """One comparison that goes into the loss twice, once raised and once lowered: nothing is learned from it.
+
+    Players that pull one number in two directions need a loss and a step each: in one sum they take each other away.
+    """
+    flow = evidence.flow
+    pairs: dict[tuple[str, int, int], list[Operation]] = {}
+    for c in flow.comparisons:
+        sides = flow.behind(c.prediction, RESHAPES), flow.behind(c.target, RESHAPES)
+        pairs.setdefault((c.operation.name, *sides), []).append(c.operation)
+    twice = [ops for ops in pairs.values() if len(ops) > 1]
+    calls = [call for call in evidence.tape.top_backwards if call.accumulates]
+    if not twice or len(calls) != 1 or len(calls[0].roots) != 1:
+        return  # of two losses each may be another's to step on
+    made = [op.makes[0] for ops in twice for op in ops]
+    gradients = differentiate(evidence.tape, gradients_at=made).slot_gradients
+    for ops in twice:
+        parts = [gradients[op.makes[0]].double() for op in ops if op.makes[0] in gradients]
+        if len(parts) != len(ops) or len({part.shape for part in parts}) != 1:
+            continue
+        total, largest = float(sum(parts, torch.zeros(())).norm()), max(float(part.norm()) for part in parts)
+        if largest > 0 and total <= CANCELLED * largest:
+            lines = dict.fromkeys(place_of("", op.line) or "the loss" for op in ops)
+            yield confirmed(
+                f"{FAMILY}/terms-cancel",
+                f"one and the same {ops[0].name} goes into the loss {len(ops)} times ({', '.join(lines)}), and the sum "
+                f"of its weights is 0: each pulls with a gradient of {largest:.2g}, all together with {total:.1g}",
+                where=place_of("", ops[-1].line),
+                confidence="proven",  # the step differentiated
+            )
+            return
