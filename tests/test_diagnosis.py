@@ -398,6 +398,13 @@ def test_a_gradient_of_exactly_zero_and_a_bias_without_effect(written):
         made.frame(step, "gradient", a={"absmax": 0.0, "norm": 0.0}, b={"absmax": 1.0, "norm": 1.0})
     (found,) = symptoms.never_changed(made.read())
     assert found.suspects[0] == "dead-activation/units" and "exactly zero" in found.evidence
+    critic = [parameter("out.bias", shape=(1,), changed=False), parameter("out.weight")]
+    for weight, suspected in ((1.0, False), (0.0, True)):  # a loss of differences; a layer that is dead
+        made = written(critic, loss=FALLING)
+        for step in range(4):
+            made.frame(step, "gradient", out__bias={"absmax": 0.0}, out__weight={"absmax": weight})
+        (found,) = symptoms.never_changed(made.read())
+        assert bool(found.suspects) == suspected and ("cancels" in found.evidence) != suspected
     bias = [parameter("conv.bias", shape=(4,), changed=False), parameter("conv.weight")]
     made = written(bias, loss=FALLING).frame(0, "gradient", conv__bias={"absmax": 1e-9})
     assert seen(made.read()) == {"never_changed": "note"}

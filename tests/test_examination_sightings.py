@@ -34,11 +34,11 @@ class Says:
         pass
 
 
-def shelve(run, steps):
+def shelve(run, steps, landmarks=True):
     for step in range(steps):
         folder = run / "specimens" / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
-        label = {"step": step, "landmark": True, "operations": 1, "bytes": 1, "device": "cpu"}
+        label = {"step": step, "landmark": landmarks, "operations": 1, "bytes": 1, "device": "cpu"}
         (folder / "tape.json").write_text("{}")
         (folder / "label.json").write_text(json.dumps(label))
 
@@ -208,3 +208,14 @@ def test_what_has_no_room_beside_other_workers_is_asked_alone(needs, outcome, tm
     events = map(json.loads, (tmp_path / "examination.jsonl").read_text().splitlines())
     assert [e["outcome"] for e in events if e["event"] == "asked" and e["question"] == QUESTION] == [outcome]
     assert len(set(rested)) == (0 if needs < ALL / 4 else 3)
+
+
+@pytest.mark.parametrize("complete, expected", [(False, []), (True, [("excluded", "")])])
+def test_of_a_short_training_without_landmarks_the_last_step_is_asked_everything(
+    tmp_path, complete, expected
+):
+    shelve(tmp_path, 2, landmarks=False)
+    examiner = Examiner(tmp_path, [Says([NOT], [NOT])], only=[QUESTION])
+    examiner.complete = complete  # a landmark may still come
+    examiner.end(None, examiner.ask_all())
+    assert read(tmp_path)[0] == expected

@@ -208,15 +208,32 @@ def test_overwritten_and_stale_gradients():
     assert "overwritten" in shadow(tape).accumulation[0].how
 
 
-def test_gradients_cleared_between_backward_and_step():
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_gradients_cleared_between_backward_and_step(layers, to_none):
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with record(names_of(model)) as tape:
         model(torch.randn(4, 3)).square().mean().backward()
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=to_none)
         optimizer.step()
     assert "cleared between backward and step" in shadow(tape).accumulation[0].how
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_player_that_is_cleared_at_the_others_turn(turn, to_none):
+    """One optimizer holds both: what the other's loss has brought here is not to be stepped."""
+    torch.manual_seed(0)
+    generator, critic = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 1)
+    both = nn.ModuleList([generator, critic])
+    optimizer = torch.optim.AdamW(both.parameters(), lr=0.1)
+    with record(names_of(both)) as tape:
+        critic(generator(torch.randn(4, 3))).sigmoid().mean().backward()
+        both[turn].zero_grad(set_to_none=to_none)
+        optimizer.step()
+    assert not shadow(tape).accumulation
 
 
 class Round(torch.autograd.Function):

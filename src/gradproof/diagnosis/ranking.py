@@ -85,6 +85,7 @@ RECORDED = (
     "no_layer_gradient",
     "never_moves",
     "begins_alike",
+    "recurrence_never_used",
 )
 
 

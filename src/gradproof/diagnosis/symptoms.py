@@ -31,6 +31,7 @@ from gradproof.diagnosis.findings import Symptom
 from gradproof.diagnosis.own_rate import own_rate_dies
 from gradproof.diagnosis.places import line_of
 from gradproof.diagnosis.ranks import ranks_out_of_step
+from gradproof.diagnosis.recurrences import recurrence_never_used, state_weights_without_gradient
 from gradproof.diagnosis.returns import average_stays, weights_put_back
 from gradproof.diagnosis.said import libraries_said
 from gradproof.diagnosis.series import tracks
@@ -135,7 +136,8 @@ def never_changed(run: Run) -> Iterator[Symptom]:
     if not still or len(run) < 3 or run.by_hand:  # an update by hand has symptoms of its own
         return
     no_gradient = [p for p in still if not p.get("gradient")]
-    with_gradient = [p for p in still if p.get("gradient")]
+    idle = state_weights_without_gradient(run)  # said by recurrence_never_used
+    with_gradient = [p for p in still if p.get("gradient") and p["name"] not in idle]
     if no_gradient:
         level = "warning" if len(no_gradient) < len(inside) else "problem"
         text = f"{_names(no_gradient)} never got a gradient in {len(run)} steps"
@@ -157,6 +159,8 @@ def explain_standstill(run: Run, still: list[dict]) -> tuple[str, tuple[str, ...
     measured = table.values[:, columns][np.isfinite(table.values[:, columns])]
     if measured.size and (measured == 0).all():
         text = f"the gradient of {_names(still)} is exactly zero at every measured step"
+        if all(is_a_bias_that_cancels(p, table) for p in still):
+            return f"{text}, that of the weights beside it is not: what it adds cancels in the loss", ()
         return text, ("dead-activation/units", "bad-init/zeros", "vanishing-signal/depth")
     if all(o.get("class") == "UpdatesByHand" for o in run.info.get("optimizers", [])):
         text = f"gradients arrive at {_names(still)}, and no update by hand has changed a bit of it"
@@ -172,6 +176,15 @@ def explain_standstill(run: Run, still: list[dict]) -> tuple[str, tuple[str, ...
         "param-not-updated/no-change",
         "low-precision-error/lost-updates",
     )
+
+
+def is_a_bias_that_cancels(parameter: dict, table: Table) -> bool:
+    """One of a layer whose weights learn: its units respond. A loss of differences (a critic's) has no use for it."""
+    path, _, last = parameter["name"].rpartition(".")
+    beside = [
+        j for j, name in enumerate(table.names) if path and name == f"{path}.{last.replace('bias', 'weight')}"
+    ]
+    return len(parameter["shape"]) < 2 and "bias" in last and bool((table.values[:, beside] > 0).any())
 
 
 def learning_rate_is_zero(run: Run) -> bool:
@@ -368,6 +381,7 @@ SYMPTOMS = (
     order_of_calls,
     outside_optimizer,
     never_changed,
+    recurrence_never_used,
     learning_rate,
     own_rate_dies,
     gradient_growing,

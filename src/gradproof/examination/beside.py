@@ -59,7 +59,7 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
         lanes = min(MOST_LANES, max(1, cores // 2))
         workers = [WorkerProcess(clock.is_over, waiting=hurry) for _ in range(lanes)]
         examiner = Examiner(run, workers, threads=1)
-        examiner.share = GPU_MEMORY
+        examiner.share, examiner.complete = GPU_MEMORY, False
         examiner.show_start()
         left = 0
         try:
@@ -68,8 +68,8 @@ def examine_beside(run: Path, training: int, limit: float | None) -> None:
                 shelf = read_shelf(run)
                 if shelf or cores >= MANY_CORES:
                     examiner.warm_up()
-                if ended and examiner.share < ALL:
-                    examiner.share = ALL
+                if ended and not examiner.complete:
+                    examiner.share, examiner.complete = ALL, True
                     examiner.ask_again_what_had_to_wait()
                     swap_around_the_turn(run, examiner.workers[0])
                 examiner.threads = 1 if not ended else max(1, cores // lanes)

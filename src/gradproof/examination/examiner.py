@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,6 +146,7 @@ class Examiner:
         self._later: dict[tuple[str, int], str] = {}  # (question, step) -> why it had to wait
         self._crowded: list[tuple[Job, Asks]] = []  # what the GPU had no room for beside the other workers
         self.share = ALL  # of a GPU's free memory, for all workers together
+        self.complete = True  # no more steps will come
         # bytes that were free there when a large step was first asked about
         self._gpu_room: int | None = None
         self._suspicion: list[str] = []
@@ -179,6 +180,8 @@ class Examiner:
         Before all others: of the very step at which the record shows a problem, what may be its cause.
         """
         shelf = [s for s in read_shelf(self.run) if not self._steps or s.step in self._steps]
+        if self.complete and shelf and not any(shelved.landmark for shelved in shelf):
+            shelf[-1] = replace(shelf[-1], landmark=True)  # of a short training nothing else was recorded
         for shelved in shelf:
             if shelved.step not in self._known:
                 self._known.add(shelved.step)

@@ -29,10 +29,12 @@ def judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -
     last_end = max((ends[index] for index in real), default=0)
     for step in tape.stepped_at:
         if any(last_end <= clear <= step for clear in tape.cleared_at) and step >= last_end > 0:
-            names = [
-                tape.slots[slot].name for slot in sorted({slot for call in real.values() for slot in call})
+            brought = sorted({slot for call in real.values() for slot in call})
+            if any(is_left(tape, final, slot, step) for slot in brought):
+                return []  # a part was cleared that is not to be stepped now: a player at the other's turn
+            return [
+                Accumulation(tape.slots[slot].name, "cleared between backward and step") for slot in brought
             ]
-            return [Accumulation(name, "cleared between backward and step") for name in names]
     found = []
     for slot, value in final.items():
         read_at = tape.final_gradients[slot][0]
@@ -51,6 +53,11 @@ def judge_accumulation(tape: Tape, real: dict, final: dict[int, torch.Tensor]) -
         if how:
             found.append(Accumulation(tape.slots[slot].name, how))
     return found
+
+
+def is_left(tape: Tape, final: dict[int, torch.Tensor], slot: int, step: int) -> bool:
+    """Whether a parameter still has a gradient where an optimizer reads it."""
+    return slot in final and tape.final_gradients[slot][0] <= step and bool(final[slot].any())
 
 
 def _accumulation_fault(

@@ -405,3 +405,55 @@ def test_answers_chosen_and_rejected(sign, found):
 
     step = preference if sign > 0 else alone
     assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, step)) == found
+
+
+class TwoDecoders(nn.Module):
+    """The first hides from the second what the second is to tell from the data."""
+
+    def __init__(self, recurrent=False):
+        super().__init__()
+        self.recurrent = recurrent
+        self.encoder = nn.GRU(5, 5, batch_first=True) if recurrent else nn.Linear(5, 5)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def encode(self, x):
+        return self.encoder(x.view(4, 5, 5))[0].reshape(20, 5) if self.recurrent else self.encoder(x).tanh()
+
+    def forward(self, x):
+        one = self.first(self.encode(x))
+        return one, self.second(self.encode(x)), self.second(self.encode(one))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(
+    "weights, ids",
+    [
+        ((0.5, -0.5), ["loss-scale-or-sign/terms-cancel"]),
+        ((0.5, -0.3), []),
+        ((0.5, 0.5), []),
+        ((0.0, 0.0), []),
+    ],
+)
+def test_terms_of_two_players_in_one_sum(weights, ids, recurrent):
+    torch.manual_seed(0)
+    model = TwoDecoders(recurrent)
+
+    def make_loss():
+        one, two, both = model(X)
+        distance = nn.MSELoss(reduction="none")
+        first = 0.5 * distance(one, X) + weights[0] * distance(both, X)
+        second = 0.5 * distance(two, X) + weights[1] * distance(both, X)
+        return (first + second).mean()
+
+    assert confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, make_loss)) == ids
+
+
+def test_a_term_that_is_reported_and_taken_off_again_is_none():
+    """The value of one loss with the gradient of another."""
+    model = nn.Linear(5, 5)
+
+    def make_loss():
+        out = model(X)
+        return F.mse_loss(out, X) + F.l1_loss(out, X) - F.l1_loss(out, X).detach()
+
+    assert not confirmed_ids(is_the_loss_the_right_way_up, evidence_of(model, make_loss))

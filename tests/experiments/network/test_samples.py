@@ -124,12 +124,19 @@ class Forecaster(nn.Module):
 SHAPED = [("time first", "note"), ("batch first", "problem"), ("noise", "note")]
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("case, level", SHAPED)
-def test_of_two_axes_the_smooth_one_is_time(case, level):
+def test_of_two_axes_the_smooth_one_is_time(case, level, stacked):
+    """Also of a batch that the step itself makes of its windows."""
     model, hours = Forecaster(), torch.arange(48.0)
     series = torch.sin(hours[:, None] / 4 + 7 * torch.rand(24)) + 0.1 * torch.randn(48, 24)
     x = {"time first": series, "batch first": series.T, "noise": torch.randn(48, 24)}[case]
-    evidence = evidence_of(model, lambda: F.mse_loss(model(x), x.roll(-1, 0)))
+
+    def make_loss():
+        batch = torch.stack(list(x)) if stacked else x
+        return F.mse_loss(model(batch), batch.roll(-1, 0))
+
+    evidence = evidence_of(model, make_loss)
     (found,) = [v for v in are_samples_independent(evidence) if v.id]
     assert found.id.endswith("batch-first")
     assert (found.level, found.confidence) == (level, "possible" if level == "note" else "proven")

@@ -231,3 +231,24 @@ def test_what_only_rescales_multiplies_nothing():
     model[1].eps = 1e-20
     x = torch.randn(8, 6)
     assert not confirmed_ids(where_does_the_signal_go, evidence_of(model, lambda: model(x).square().mean()))
+
+
+class Hidden(nn.Module):
+    """Attention whose scores at hidden keys are set to a number; the softmax is a module of its own."""
+
+    def __init__(self, fill, sharp=1.0):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(6, n) for n in (6, 6, 6, 1))
+        self.softmax, self.fill, self.sharp = nn.Softmax(dim=-1), fill, sharp
+
+    def forward(self, x):
+        scores = self.q(x) @ self.k(x).mT * self.sharp
+        hidden = torch.arange(x.shape[1]) > x.shape[1] // 2
+        return self.out(self.softmax(scores.masked_fill(hidden, self.fill)) @ self.v(x))
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e9, -1e30])
+def test_hidden_scores_are_not_what_the_others_are_measured_by(fill):
+    """A ten-billionth of -1e9 is 0.1, which is nothing to a hidden score and much to any other."""
+    model, x = Hidden(fill), torch.randn(4, 8, 6)
+    assert not confirmed_ids(where_does_the_signal_go, evidence_of(model, lambda: model(x).square().mean()))

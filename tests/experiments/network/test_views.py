@@ -86,3 +86,61 @@ def test_relative_positions_that_are_shifted_by_a_view():
         return scores.view(3, 10, 5)[:, 1:].reshape(3, 5, 9).pow(2).mean()
 
     assert not confirmed_ids(do_shapes_meet, evidence_of(model, shifted))
+
+
+class Heads(nn.Module):
+    """Attention of 5 heads over 8 positions, with the heads folded into the batch by `fold` and back by `unfold`."""
+
+    def __init__(self, fold, unfold, fused):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(10, 30), nn.Linear(10, 1)
+        self.fold, self.unfold, self.fused = fold, unfold, fused
+
+    def forward(self, x):
+        q, k, v = (self.fold(part) for part in self.qkv(x).chunk(3, -1))
+        if self.fused:
+            made = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        else:
+            made = torch.bmm(torch.bmm(q, k.mT).mul(2**-0.5).softmax(-1), v)
+        return self.out(self.unfold(made)).squeeze(-1)
+
+
+def viewed(x):
+    return x.reshape(len(x) * 5, -1, 2)
+
+
+def transposed(x):
+    return x.view(len(x), -1, 5, 2).transpose(1, 2).reshape(len(x) * 5, -1, 2)
+
+
+def back(x):
+    return x.view(len(x) // 5, 5, -1, 2).transpose(1, 2).reshape(len(x) // 5, -1, 10)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "fold, unfold", [(viewed, lambda x: x.reshape(len(x) // 5, -1, 10)), (transposed, back)]
+)
+def test_heads_folded_into_the_batch_by_a_view(fold, unfold, fused):
+    model = Heads(fold, unfold, fused)
+    x, y = torch.randn(6, 8, 10), torch.randn(6, 8)
+    evidence = evidence_of(model, lambda: ((model(x) - y) ** 2).mean())
+    expected = ["axis-or-shape-error/view-for-transpose"] if fold is viewed else []
+    assert confirmed_ids(do_shapes_meet, evidence) == expected
+
+
+def test_parts_that_are_looked_at_one_by_one_may_be_folded_anyhow():
+    """Each head's numbers at each position are normalised by themselves, and put back where they were."""
+
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm, self.out = nn.Linear(10, 10), nn.LayerNorm(2), nn.Linear(10, 1)
+
+        def forward(self, x):
+            h = self.inner(x)
+            return self.out(self.norm(viewed(h)).view(h.shape)).squeeze(-1)
+
+    model = Normalised()
+    x, y = torch.randn(6, 8, 10), torch.randn(6, 8)
+    assert not confirmed_ids(do_shapes_meet, evidence_of(model, lambda: ((model(x) - y) ** 2).mean()))

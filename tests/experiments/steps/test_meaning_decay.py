@@ -67,3 +67,29 @@ def test_a_decay_that_stays_when_the_rate_has_fallen(by_rate, lr):
 )
 def test_decays_that_suit(make):
     assert not ids(train(make))
+
+
+class Spare(nn.Module):
+    """With a layer that is never called: Adam neither steps nor decays it, and a tape knows nothing of its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("decay, expected", [(1e-5, set()), (30.0, {"optimizer-config/decay-share"})])
+def test_a_layer_that_is_never_called_is_no_matrix_that_decays(decay, expected):
+    torch.manual_seed(0)
+    model = Spare()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=decay)
+
+    def loss():
+        x = torch.randn(32, 6)
+        return nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+
+    step = plain_step(model, optimizer, loss)
+    said = examine(does_the_optimizer_do_what_was_meant, model, optimizer, step, steps=4)
+    assert said and ids(said) == expected

@@ -120,6 +120,11 @@ CAUSES = (
             ("policy-sign", "minimise the negative: loss = -(log_prob * advantage).mean()"),
             ("sign", "remove the minus sign in front of the loss, or pass maximize=True"),
             (
+                "terms-cancel",
+                "give each player a loss of its own, and an optimizer that steps what is its own, one after the other",
+            ),
+            ("entropy-sign", "subtract it: loss = policy_loss - coefficient * entropy"),
+            (
                 "one-term-drowns",
                 "sum both over the entries of a sample and average over the batch: "
                 "F.mse_loss(x_hat, x, reduction='sum') / len(x) + kl.sum(1).mean()",
@@ -149,8 +154,13 @@ CAUSES = (
                 "take the softmax over all candidates, before one is chosen, or along the axis that they lie on",
             ),
             ("normalised-over-the-batch", "F.normalize(z, dim=1), or dim=-1"),
+            (
+                "one-step-of-time",
+                "give the layer whole sequences along its axis of time, and read each direction where it has seen all: "
+                "h_n, or out[:, -1, :H] beside out[:, 0, H:]",
+            ),
         ),
-        raised_by=("loss_not_improving",),
+        raised_by=("loss_not_improving", "recurrence_never_used"),
         of_structure=True,
     ),
     Cause(

@@ -67,7 +67,7 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
         if is_mask(value) or is_normalised(flow, slot):
             continue
         verdict = of_pixels(evidence, slot, value, learned) or of_features(evidence, slot, value, learned)
-        if verdict is None and not said:
+        if verdict is None and not said and bool(value.any()):  # a first state of zeros tells nothing
             size = float(value.double().pow(2).mean().sqrt())
             verdict = excluded(f"{FAMILY}/raw-features", f"the inputs have a root mean square of {size:.3g}")
         if verdict is not None:

@@ -1,4 +1,4 @@
-"""Is the loss the right way up? Its gradient against the way to the targets, and to what pays."""
+"""Is the loss the right way up? Its gradient against the way to the targets, to what pays, and to exploring."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from gradproof.experiments.verdict import Verdict, confirmed, excluded, undecided
+from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded, undecided
 from gradproof.instruments.choices import (
     is_drawn,
     is_log_probability,
@@ -19,11 +20,11 @@ from gradproof.instruments.choices import (
     weighs_choices,
 )
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import KINDS, VIEWS, Comparison, Flow, place_of
+from gradproof.instruments.flow import KINDS, RESHAPES, VIEWS, Comparison, Flow, place_of
 from gradproof.instruments.source import lines_of_names
 from gradproof.instruments.update import is_by_hand, named_parameters
 from gradproof.instruments.weights import take_apart
-from gradproof.tape.operations import Line, Operation
+from gradproof.tape.operations import Line, Operation, references
 from gradproof.tape.replay import differentiate
 
 FAMILY = "loss-scale-or-sign"
@@ -36,6 +37,13 @@ Gradients = dict[int, Tensor]  # as a step goes down them: turned round where th
 
 
 def is_the_loss_the_right_way_up(evidence: Evidence) -> Iterator[Verdict]:
+    yield from causes_of(each(evidence, towards_targets, towards_exploring, terms_that_cancel))
+
+
+# towards targets --------------------------------------------------------------------------------------------
+
+
+def towards_targets(evidence: Evidence) -> Iterator[Verdict]:
     """Going down the gradient must bring predictions nearer to their targets, and likely actions after good returns."""
     flow = evidence.flow
     policies = policy_terms(flow)
@@ -234,3 +242,86 @@ def maximized(evidence: Evidence, found: Verdict, made: str) -> Verdict:
         where=made or found.where,
         fix=f"{fix}: one of them, not both",
     )
+
+
+# exploring --------------------------------------------------------------------------------------------------
+
+
+def towards_exploring(evidence: Evidence) -> Verdict | None:
+    """Beside a policy's gradient, an entropy belongs into the loss with a minus: minimised, it ends exploring."""
+    products = entropies(evidence.flow) if policy_terms(evidence.flow) else []
+    gradients = differentiate(evidence.tape, gradients_at=[op.makes[0] for op in products]).slot_gradients
+    up = -1.0 if any(g.get("maximize") for o in evidence.optimizers for g in o.param_groups) else 1.0
+    for op in (op for op in products if op.makes[0] in gradients):
+        if float((up * gradients[op.makes[0]]).max()) < 0:  # of Σ p log p, the negative entropy
+            return confirmed(
+                f"{FAMILY}/entropy-sign",
+                "the loss falls as the policy's entropy falls: what is meant to keep it exploring makes it certain",
+                where=place_of("", op.line),
+                confidence="likely",
+            )
+    return None
+
+
+def entropies(flow: Flow) -> list[Operation]:
+    """The products p · log p of the loss: one operand is a distribution, the other its logarithm."""
+    found = []
+    for op in flow.operations:
+        pair = [ref.slot for ref in references(op.args) if ref.tracked] if op.name == "mul" else []
+        if len(pair) == 2 and op.makes[0] in flow.tail and same_shape(flow, *pair):
+            values = flow.values(pair)
+            sides = [values.get(slot) for slot in pair]
+            if any(is_logarithm(a, b) for a, b in (sides, sides[::-1]) if a is not None and b is not None):
+                found.append(op)
+    return found
+
+
+def same_shape(flow: Flow, one: int, other: int) -> bool:
+    return flow.tape.slots[one].shape == flow.tape.slots[other].shape
+
+
+def is_logarithm(logs: Tensor, p: Tensor) -> bool:
+    """Whether rows of p are distributions and `logs` their logarithms."""
+    if p.dim() < 1 or p.shape[-1] < 2 or not bool((p >= 0).all()):
+        return False
+    p, logs = p.double(), logs.double()
+    some = p > 1e-6  # what is added or clamped before a logarithm changes that of less
+    sums = p.sum(-1)
+    whole = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+    return whole and torch.allclose(logs[some], p[some].log(), atol=1e-2)
+
+
+CANCELLED = 1e-12  # of either term: in float64 what is left of equal terms is rounding
+
+
+def terms_that_cancel(evidence: Evidence) -> Iterator[Verdict]:
+    """One comparison that goes into the loss twice, once raised and once lowered: nothing is learned from it.
+
+    Players that pull one number in two directions need a loss and a step each: in one sum they take each other away.
+    """
+    flow = evidence.flow
+    pairs: dict[tuple[str, int, int], list[Operation]] = {}
+    for c in flow.comparisons:
+        sides = flow.behind(c.prediction, RESHAPES), flow.behind(c.target, RESHAPES)
+        pairs.setdefault((c.operation.name, *sides), []).append(c.operation)
+    twice = [ops for ops in pairs.values() if len(ops) > 1]
+    calls = [call for call in evidence.tape.top_backwards if call.accumulates]
+    if not twice or len(calls) != 1 or len(calls[0].roots) != 1:
+        return  # of two losses each may be another's to step on
+    made = [op.makes[0] for ops in twice for op in ops]
+    gradients = differentiate(evidence.tape, gradients_at=made).slot_gradients
+    for ops in twice:
+        parts = [gradients[op.makes[0]].double() for op in ops if op.makes[0] in gradients]
+        if len(parts) != len(ops) or len({part.shape for part in parts}) != 1:
+            continue
+        total, largest = float(sum(parts, torch.zeros(())).norm()), max(float(part.norm()) for part in parts)
+        if largest > 0 and total <= CANCELLED * largest:
+            lines = dict.fromkeys(place_of("", op.line) or "the loss" for op in ops)
+            yield confirmed(
+                f"{FAMILY}/terms-cancel",
+                f"one and the same {ops[0].name} goes into the loss {len(ops)} times ({', '.join(lines)}), and the sum "
+                f"of its weights is 0: each pulls with a gradient of {largest:.2g}, all together with {total:.1g}",
+                where=place_of("", ops[-1].line),
+                confidence="proven",  # the step differentiated
+            )
+            return

@@ -166,7 +166,7 @@ def is_told_from_time(evidence: Evidence, call: ModuleCall | None) -> bool:
     if not any(evidence.slot(slot).shape[:2] == cells for slot in predictions_of(evidence.flow)):
         return True
     alike = [slot for slot in evidence.flow.inputs if evidence.slot(slot).shape[:2] == cells]
-    given = (evidence.tape.leaf_value(slot) for slot in alike)
+    given = evidence.flow.values(alike).values()  # a batch may have been stacked within the step
     rough = [[roughness(x, axis) for axis in (0, 1)] for x in given if x.is_floating_point()]
     return any(second < SMOOTH and first > ROUGH for first, second in rough)
 

@@ -24,6 +24,7 @@ from gradproof.instruments.rows import as_rows, data_behind, row_numbers, rows_b
 from gradproof.instruments.source import cut_line, forward_line, lines_behind, say_where_made
 from gradproof.instruments.walk import RESHAPED, ahead, back, carry, operands
 from gradproof.tape.operations import Line, Operation
+from gradproof.tape.operators import FUSED_ATTENTION
 
 FAMILY = "axis-or-shape-error"
 Shape = tuple[int, ...]
@@ -41,6 +42,7 @@ PADDED = {"constant_pad_nd", "cat"}
 KEEPS_AN_AXIS = {  # keepdim=True
     "sum", "mean", "amax", "amin", "max", "min", "logsumexp", "linalg_vector_norm", "norm",
 }  # fmt: skip
+ATTENDS = {"bmm", "baddbmm", *FUSED_ATTENTION}
 MOVED = RESHAPES | {"slice", "select"}
 OF_CLASSES = ("_log_softmax", "_softmax")
 CHANNELS_SECOND = ("convolution", "upsample_", "native_batch_norm", "cudnn_batch_norm")
@@ -154,7 +156,7 @@ def view_for_transpose(evidence: Evidence) -> Verdict | None:
         if op.makes[0] not in flow.tracked | read_first or comes_padded(flow, op.reads[0]):
             continue
         before, after = evidence.slot(op.reads[0]).shape, evidence.slot(op.makes[0]).shape
-        if scrambles(before, after):
+        if scrambles(before, after) or (folds_parts_into_the_batch(before, after) and is_attended(flow, op)):
             return confirmed(
                 f"{FAMILY}/view-for-transpose",
                 f"view makes {list(after)} of {list(before)} without moving a number: rows of different axes are mixed",
@@ -163,6 +165,26 @@ def view_for_transpose(evidence: Evidence) -> Verdict | None:
                 confidence="likely",  # the shapes alone tell
             )
     return None
+
+
+def folds_parts_into_the_batch(before: Shape, after: Shape) -> bool:
+    """Whether (batch, positions, heads · width) becomes (batch · heads, positions, width): a row of it holds all heads
+    of a few positions, where one head of all positions was meant. Of as many heads as positions, those may be meant.
+
+    >>> folds_parts_into_the_batch((8, 32, 60), (40, 32, 12)), folds_parts_into_the_batch((8, 5, 60), (40, 5, 12))
+    (True, False)
+    """
+    if len(before) != 3 or len(after) != 3 or before[1] != after[1] or before[1] < 2 or not before[0]:
+        return False
+    parts = after[0] // before[0]
+    return parts > 1 and parts != before[1] and (before[0] * parts, before[2]) == (after[0], parts * after[2])
+
+
+def is_attended(flow: Flow, view: Operation) -> bool:
+    """Whether the rows of what a view makes meet each other in a product of batches, perhaps scaled or turned before.
+    What looks at each row alone (a norm of every head) may look at them in any order."""
+    users = ahead(flow, view.makes, VIEWS | {"mul", "div"}, within=flow.operations)
+    return any(op.name in ATTENDS and op.index > view.index for op in users)
 
 
 def comes_padded(flow: Flow, slot: int) -> bool:

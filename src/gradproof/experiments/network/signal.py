@@ -169,11 +169,14 @@ def judge(evidence: Evidence, chain: Chain, found: Replay) -> Verdict | None:
 def what_arrives_of_a_push(
     evidence: Evidence, first: int, last: int, share: float = SMALL, dtype: torch.dtype | None = None
 ) -> float:
-    """A slot is changed by a share of its size: how many times as large the change of a later one is."""
+    """Each entry of a slot is changed by a share of its size: how many times as large the change of a later one is.
+
+    Of its own size, as rounding would: scores that a mask has set to -1e9 are not what the others are measured by.
+    """
     try:
         before = evidence.flow.values([first, last], dtype=dtype)
         noise = torch.randn(before[first].shape, generator=torch.Generator().manual_seed(0)).to(before[first])
-        noise *= share * before[first].square().mean().sqrt()
+        noise *= share * before[first]
         after = evidence.flow.values([last], {first: before[first] + noise}, dtype=dtype)
         changes = sizes((first, last), {first: noise, last: after[last].double() - before[last].double()})
     except (CannotReplay, KeyError, RuntimeError):

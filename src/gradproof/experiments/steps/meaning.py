@@ -9,6 +9,7 @@ from torch import nn
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.evidence import Evidence
+from gradproof.instruments.update import named_parameters
 from gradproof.instruments.flow import place_of
 from gradproof.instruments.update import groups_of, line_of_optimizer, outweighs, shrinkage
 
@@ -34,10 +35,9 @@ def decay_has_won(evidence: Evidence) -> Verdict | None:
     Adam makes of a decay in the gradient a step of full length, however small it is, wherever the loss says nothing: in
     all rows of a table that a batch does not look up.
     """
-    matrices = [(float(p.detach().norm()), decay) for p, decay in decayed(evidence)]
-    first: list[float] = evidence.memory.setdefault("norms", [norm for norm, _ in matrices])
-    both = zip(matrices, first, strict=False) if len(first) == len(matrices) else ()
-    left = sorted((norm / begun, decay) for (norm, decay), begun in both if begun)
+    sizes = {name: (float(p.detach().norm()), decay) for name, p, decay in decayed(evidence)}
+    first: dict[str, float] = evidence.memory.setdefault("norms", {n: size for n, (size, _) in sizes.items()})
+    left = sorted((size / first[name], decay) for name, (size, decay) in sizes.items() if first.get(name))
     share, decay = left[len(left) // 2] if left else (1.0, 0.0)
     if not share < NOTHING_LEFT:
         return None
@@ -51,18 +51,22 @@ def decay_has_won(evidence: Evidence) -> Verdict | None:
     )
 
 
-def decayed(evidence: Evidence) -> Iterator[tuple[nn.Parameter, float]]:
-    """The matrices whose decay is part of their gradient."""
-    for optimizer in evidence.optimizers:
+def decayed(evidence: Evidence) -> Iterator[tuple[str, nn.Parameter, float]]:
+    """The matrices whose decay is part of their gradient, by name; what gets none is not decayed either."""
+    names = {id(parameter): name for name, parameter in named_parameters(evidence).items()}
+    for number, optimizer in enumerate(evidence.optimizers):
         for group in optimizer.param_groups if type(optimizer).__name__ in COUPLED else ():
             decay = float(group.get("weight_decay") or 0.0)
             if decay and not group.get("decoupled_weight_decay"):
-                yield from ((parameter, decay) for parameter in group["params"] if parameter.dim() >= 2)
+                for place, parameter in enumerate(group["params"]):
+                    # of what no operation has read, the tape has no values
+                    if parameter.dim() >= 2 and parameter.grad is not None and not parameter.is_meta:
+                        yield names.get(id(parameter), f"{number}.{place}"), parameter, decay
 
 
 def decay_leads(evidence: Evidence) -> Verdict | None:
     """Decay that is part of the gradient and larger than the loss's own: weights shrink, whatever the data say."""
-    known = ((weight.detach(), weight.grad, decay) for weight, decay in decayed(evidence))
+    known = ((weight.detach(), weight.grad, decay) for _, weight, decay in decayed(evidence))
     dense = [(w, g, decay) for w, g, decay in known if g is not None and not g.is_sparse]
     pulls = ((decay * float(w.norm()) / max(float(g.norm()), 1e-30), decay) for w, g, decay in dense)
     shares = sorted(each for each in pulls if math.isfinite(each[0]))
