@@ -234,6 +234,13 @@ class Flow:
         made_by = self.tape.slots[slot].made_by
         return None if made_by is None else self.tape.operations[made_by]
 
+    def last_write(self, slot: int, before: Operation) -> Operation | None:
+        """The operation that a reader finds the result of: what made a value, or changed it in place since."""
+        for op in reversed(self.tape.operations[: before.index]):
+            if slot in self.makes(op) or slot in op.writes:
+                return op
+        return None
+
     def behind(self, slot: int, names: Iterable[str]) -> int:
         """The slot that some views and copies were made from."""
         maker = self.maker(slot)

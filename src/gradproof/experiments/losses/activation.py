@@ -11,15 +11,15 @@ from torch import Tensor
 from gradproof.experiments.losses.logarithms import NEARLY_ALL, OUTSIDE, RAW, SUMS_TO_ONE
 from gradproof.experiments.verdict import Verdict, confirmed, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import VIEWS, Comparison, Flow, place_of
+from gradproof.instruments.flow import ALIASES, VIEWS, Comparison, Flow, place_of
 from gradproof.tape.operations import Operation
 
 FAMILY = "loss-activation-mismatch"
-# what an activation can put out; a target beyond it can never be met
+# what an activation can put out, in place or not; a target beyond it can never be met
 RANGES = {
     "relu": (0.0, math.inf), "threshold": (0.0, math.inf), "softplus": (0.0, math.inf), "abs": (0.0, math.inf),
     "sigmoid": (0.0, 1.0), "_softmax": (0.0, 1.0), "tanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0),
-    "hardsigmoid": (0.0, 1.0), "relu_": (0.0, math.inf), "sigmoid_": (0.0, 1.0), "tanh_": (-1.0, 1.0),
+    "hardsigmoid": (0.0, 1.0),
 }  # fmt: skip
 ALL_SUM_TO_ONE = 1e-3  # how far off: what float16 leaves; scores do not all come so near to it by chance
 LOW_ENOUGH = 0.1  # a loss that can fall to this can give the right class 90 %: that may do
@@ -87,7 +87,7 @@ def of_classes(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
 def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Iterator[Verdict]:
     scores = log_softmax.reads[0]
     dim = log_softmax.args[1] % max(1, len(flow.tape.slots[scores].shape))
-    last = _last_activation(flow, scores)
+    last = _last_activation(flow, scores, log_softmax)
     values = flow.values([scores]).get(scores)
     if values is None or values.dim() == 0 or values.shape[dim] < 2:
         return
@@ -111,32 +111,59 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
             fix="give cross_entropy the raw scores: remove the softmax",
             confidence="proven" if made else "likely",  # what softmax made, or what looks so
         )
-    elif last is not None and last.name.rstrip("_") in ("sigmoid", "tanh", "hardtanh", "hardsigmoid"):
-        low, high = RANGES[last.name]
+    elif last is not None and math.isfinite(_range(last)[1]):
+        low, high = _range(last)
         count = values.shape[dim]
         least = math.log(1 + (count - 1) * math.exp(low - high))
         line = (
-            f"{last.name} keeps the scores between {low:g} and {high:g}: "
+            f"{_plain(last)} keeps the scores between {low:g} and {high:g}: "
             f"the loss cannot fall below {least:.3g} for {count} classes"
         )
         yield confirmed(
             f"{FAMILY}/bounded-scores",
             line,
             where=_place(last, comparison),
-            fix=f"give cross_entropy the raw scores: remove the {last.name.rstrip('_')}",
+            fix=f"give cross_entropy the raw scores: remove the {_plain(last)}",
             if_troubled=least < LOW_ENOUGH,
             confidence="proven" if least >= LOW_ENOUGH else "likely",
         )
-    elif last is not None and last.name.rstrip("_") in ("relu", "threshold"):
-        zero = float((values == 0).float().mean())
-        yield confirmed(
+    elif last is not None and _plain(last) in ("relu", "threshold"):
+        yield of_cut_scores(flow, last, values.movedim(dim, -1), comparison)
+
+
+def of_cut_scores(flow: Flow, last: Operation, values: Tensor, comparison: Comparison) -> Verdict:
+    """A ReLU before the softmax: a class whose scores are all cut off gets no gradient, though it is a target."""
+    zero = float((values == 0).float().mean())
+    line = f"a ReLU cuts the scores: {100 * zero:.0f} % of them are exactly 0 and get no gradient"
+    targets = flow.values([comparison.target]).get(comparison.target)
+    rows = values.reshape(-1, values.shape[-1])
+    wanted = torch.zeros(rows.shape[1], dtype=torch.bool)
+    if targets is not None and not targets.is_floating_point():
+        wanted[targets[(targets >= 0) & (targets < len(wanted))].long().cpu()] = True
+    dead = ((rows == 0).all(0).cpu() & wanted).nonzero().flatten().tolist()
+    if not dead:
+        return confirmed(
             f"{FAMILY}/relu-before-cross-entropy",
-            f"a ReLU cuts the scores: {100 * zero:.0f} % of them are exactly 0 and get no gradient",
+            line,
             where=_place(last, comparison),
             if_troubled=True,
             confidence="likely",
             lasting=False,
         )
+    theirs = int(torch.isin(targets.cpu(), torch.tensor(dead)).sum())  # type: ignore[union-attr]
+    named = ", ".join(map(str, dead[:5])) + (", …" if len(dead) > 5 else "")
+    more = (
+        f"{len(dead)} of {len(wanted)} classes ({named}) have the score 0 for every one of the {len(rows)} samples, "
+        f"the {theirs} that are theirs included: nothing pulls them up"
+    )
+    return confirmed(
+        f"{FAMILY}/relu-before-cross-entropy",
+        line,
+        more,
+        where=_place(last, comparison),
+        confidence="proven",  # the gradient of what a ReLU has cut off is 0
+        lasting=False,
+    )
 
 
 def of_picked(flow: Flow) -> Iterator[Verdict]:
@@ -163,8 +190,8 @@ def of_picked(flow: Flow) -> Iterator[Verdict]:
 
 
 def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
-    last = _last_activation(flow, comparison.prediction)
-    name = last.name.rstrip("_") if last is not None else ""
+    last = _last_activation(flow, comparison.prediction, comparison.operation)
+    name = _plain(last) if last is not None else ""
     if name == "_softmax" and last is not None:
         size = flow.tape.slots[last.makes[0]].shape[last.args[1]]
         if size == 1:
@@ -194,7 +221,7 @@ def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
 
 def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> Iterator[Verdict]:
     """Scores that cannot be low enough for a no, or large enough for either: the best that each target can get."""
-    low, high = RANGES[last.name]
+    low, high = _range(last)
     targets = flow.values([comparison.target]).get(comparison.target)
     if targets is None or not targets.numel() or bool((targets < 0).any()) or bool((targets > 1).any()):
         return
@@ -202,7 +229,7 @@ def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> It
     least = yes * math.log1p(math.exp(-high)) + (1 - yes) * math.log1p(math.exp(low))
     if least < OUTSIDE:
         return
-    name = last.name.strip("_")
+    name = _plain(last).strip("_")
     bounds = f"between {low:g} and {high:g}" if math.isfinite(high) else f"at {low:g} or above"
     line = (
         f"{name} keeps the scores {bounds}, their probabilities "
@@ -221,10 +248,10 @@ def of_limited_scores(flow: Flow, last: Operation, comparison: Comparison) -> It
 
 
 def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
-    last = _last_activation(flow, comparison.prediction)
-    if last is None or last.name not in RANGES:
+    last = _last_activation(flow, comparison.prediction, comparison.operation)
+    if last is None:
         return
-    low, high = RANGES[last.name]
+    low, high = _range(last)
     if last.name == "_softmax" and flow.tape.slots[last.makes[0]].shape[last.args[1]] > 1:
         return  # a distribution against a distribution
     targets = flow.values([comparison.target]).get(comparison.target)
@@ -250,10 +277,23 @@ def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
     )
 
 
-def _last_activation(flow: Flow, slot: int) -> Operation | None:
-    """The operation that made a value, seen through views."""
-    maker = flow.maker(flow.behind(slot, VIEWS))
-    return maker if maker is not None and maker.name in RANGES else None
+def _last_activation(flow: Flow, slot: int, reader: Operation) -> Operation | None:
+    """The operation whose result is read, in place or not, seen through views."""
+    last = flow.last_write(slot, reader)
+    while last is not None and last.name in VIEWS and last.reads:
+        last = flow.last_write(last.reads[0], last if last.name not in ALIASES else reader)
+    return last if last is not None and _plain(last) in RANGES else None
+
+
+def _range(op: Operation) -> tuple[float, float]:
+    """What it can put out; a hardtanh is given its own limits, as in ReLU6."""
+    given = [float(arg) for arg in op.args[1:3] if isinstance(arg, int | float)]
+    return (given[0], given[1]) if _plain(op) == "hardtanh" and len(given) == 2 else RANGES[_plain(op)]
+
+
+def _plain(op: Operation) -> str:
+    """Its name, in place or not."""
+    return op.name.rstrip("_")
 
 
 def _are_probabilities(values: Tensor, dim: int) -> bool:
