@@ -105,7 +105,8 @@ def pulled_distribution(evidence: Evidence) -> Verdict | None:
 def compared_with_itself(evidence: Evidence) -> Verdict | None:
     """Prediction and target both carry gradient into the same layers, and one of them is clearly the target."""
     loss = [op for op in evidence.forward if in_the_loss(evidence, op)]
-    if any(is_hinge(op) for op in loss):
+    tail = evidence.flow.tail  # a ReLU between layers is no margin, though `model.forward(x)` shows no module
+    if any(is_hinge(op) and not tail.isdisjoint(op.makes) for op in loss):
         return None  # a margin between pairs wants both sides
     for operation in loss:
         refs = [arg for arg in operation.args if isinstance(arg, Ref)]
