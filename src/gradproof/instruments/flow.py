@@ -268,6 +268,10 @@ class Flow:
             maker = self.maker(maker.reads[0]) if maker.reads else None
         return besides
 
+    def is_given(self, slot: int) -> bool:
+        """Whether no network had a part in it: what a network says of its own moves as it learns."""
+        return self.weights.isdisjoint(self.ancestors(slot))
+
     def ancestors(self, slot: int) -> set[int]:
         """Every slot a slot was made from, itself included."""
         found = {slot}

@@ -75,7 +75,7 @@ def of_their_size(evidence: Evidence) -> Iterator[Verdict]:
 
 def is_data(flow: Flow, comparison: Comparison) -> bool:
     """Whether no network has made the targets: what a reference or a target network says has the size that it has."""
-    return flow.weights.isdisjoint(flow.ancestors(comparison.target))
+    return flow.is_given(comparison.target)
 
 
 def note_what_is_learned(evidence: Evidence) -> None:
