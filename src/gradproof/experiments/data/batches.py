@@ -299,7 +299,8 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
 def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
     """Samples that come again, in later epochs, with the target of another one.
 
-    A target that nobody had before is none of another sample: it may depend on who else is in the batch.
+    A target that no other sample had before is none of another sample: it may depend on who else is in the batch,
+    or be the same sample's in another task.
     """
     known = [
         batch for batch in batches if batch.answers is not None and len(batch.answers) == len(batch.prints)
@@ -307,15 +308,16 @@ def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
     if any(len(np.unique(batch.prints)) < len(batch.prints) for batch in known):
         return None  # samples that are the same by nature may well have several answers
     first: dict[float, float] = {}
-    seen: set[float] = set()
+    owners: dict[float, set[float]] = {}  # of a target, the samples that had it
     same = other = 0
     for batch in known:
         for sample, answer in zip(batch.prints.tolist(), batch.answers.tolist(), strict=True):  # type: ignore[union-attr]
             before = first.get(sample)
             first.setdefault(sample, answer)
             same += before == answer
-            other += before not in (None, answer) and answer in seen
-        seen.update(batch.answers.tolist())  # type: ignore[union-attr]
+            other += before not in (None, answer) and not owners.get(answer, set()) <= {sample}
+        for sample, answer in zip(batch.prints.tolist(), batch.answers.tolist(), strict=True):  # type: ignore[union-attr]
+            owners.setdefault(answer, set()).add(sample)
     again = same + other
     if again < AGAIN or other < OFTEN * again:
         return None
