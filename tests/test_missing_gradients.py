@@ -50,7 +50,9 @@ def test_an_output_that_the_loss_does_not_use_has_no_gradient(used, tmp_path):
 @pytest.mark.parametrize("heads, level", [(30, "note"), (2, "warning")])
 def test_a_head_that_was_not_drawn_yet_is_no_accusation(heads, level, tmp_path):
     """A head for each time, of which a step draws one; of two that are drawn by turns, the third is never used."""
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), "heads": nn.ModuleList(nn.Linear(4, 1) for _ in range(heads + 1))})
+    model = nn.ModuleDict(
+        {"body": nn.Linear(4, 4), "heads": nn.ModuleList(nn.Linear(4, 1) for _ in range(heads + 1))}
+    )
     optimizer = torch.optim.Adam(model.parameters())
     with watch(model, optimizer, out=tmp_path / "run", experiments=False):
         for number in range(25):

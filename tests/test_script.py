@@ -180,7 +180,9 @@ optimizer.step(closure)
 """
 
 
-@pytest.mark.parametrize("last, said", [(4, "within its first step of LBFGS still, after 4 backward"), (0, "")])
+@pytest.mark.parametrize(
+    "last, said", [(4, "within its first step of LBFGS still, after 4 backward"), (0, "")]
+)
 def test_a_step_that_has_not_ended_is_said_to_go_on(last, said, tmp_path):
     """The whole training may be one step of L-BFGS."""
     (tmp_path / "train.py").write_text(LONG_STEP.replace("LAST", str(last)))

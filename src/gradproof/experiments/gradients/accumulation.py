@@ -175,7 +175,9 @@ def not_divided(evidence: Evidence) -> Verdict | None:
         return excluded(f"{FAMILY}/not-divided", said)
     shorter, whole = (evidence.loss_at(evidence.moved(share)) for share in (1 / total, 1.0))
     harmful = type(evidence.optimizers[0]).__name__ not in ADAPTIVE and not whole <= shorter
-    same = all(map(divides_by_its_size, evidence.optimizers)) and not touched_since(evidence.tape, calls[-1].last)
+    same = all(map(divides_by_its_size, evidence.optimizers)) and not touched_since(
+        evidence.tape, calls[-1].last
+    )
     by = "nothing divides" if min(divided) > WHOLE else f"each is divided by {1 / divided[0]:.3g}, not"
     return confirmed(
         f"{FAMILY}/not-divided",
