@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradproof.diagnosis.symptoms import never_changed
 from gradproof.probes.pace import Pace
 from gradproof.probes.schedule import EVERYTHING, LIGHT
 from gradproof.probes.watch import watch
@@ -44,6 +45,23 @@ def test_an_output_that_the_loss_does_not_use_has_no_gradient(used, tmp_path):
     run = open_whole(tmp_path / "run", 4)
     measured = {name for name in run.table("output_gradient", "norm").names if "layer" not in name}
     assert len(measured) == 1 and len(run.table("output", "norm").names) == 3
+
+
+@pytest.mark.parametrize("heads, level", [(30, "note"), (2, "warning")])
+def test_a_head_that_was_not_drawn_yet_is_no_accusation(heads, level, tmp_path):
+    """A head for each time, of which a step draws one; of two that are drawn by turns, the third is never used."""
+    model = nn.ModuleDict(
+        {"body": nn.Linear(4, 4), "heads": nn.ModuleList(nn.Linear(4, 1) for _ in range(heads + 1))}
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    with watch(model, optimizer, out=tmp_path / "run", experiments=False):
+        for number in range(25):
+            optimizer.zero_grad()
+            head = model["heads"][1 + number % heads]
+            head(model["body"](torch.randn(6, 4))).square().mean().backward()
+            optimizer.step()
+    [found] = never_changed(open_whole(tmp_path / "run", 25))
+    assert (found.name, found.level) == ("no_gradient", level) and found.where == "heads.0.weight"
 
 
 def critic_training(path, penalty, steps=5):

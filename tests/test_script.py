@@ -164,6 +164,33 @@ def test_scripts_that_cannot_be_watched_get_one_sentence(name, text, sentence, t
     assert len(ours) == 1
 
 
+LONG_STEP = """
+import torch
+w, calls = torch.ones(2, requires_grad=True), []
+optimizer = torch.optim.LBFGS([w], max_iter=1000)
+def closure():
+    optimizer.zero_grad()
+    loss = (w.exp() - 5).square().sum()
+    loss.backward()
+    calls.append(loss)
+    if len(calls) == LAST:
+        raise KeyboardInterrupt
+    return loss
+optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize(
+    "last, said", [(4, "within its first step of LBFGS still, after 4 backward"), (0, "")]
+)
+def test_a_step_that_has_not_ended_is_said_to_go_on(last, said, tmp_path):
+    """The whole training may be one step of L-BFGS."""
+    (tmp_path / "train.py").write_text(LONG_STEP.replace("LAST", str(last)))
+    answer = gradproof("run", "--out", "run", "train.py", cwd=tmp_path)
+    ours = [line for line in answer.stderr.splitlines() if line.startswith("gradproof:")]
+    assert said in answer.stderr and len(ours) == bool(said) and len(open_run(tmp_path / "run")) == (not said)
+
+
 def test_no_script_and_bad_options_are_explained(tmp_path):
     assert "which script?" in gradproof("run", cwd=tmp_path).stderr
     name = script(tmp_path / "train.py", TRAIN)

@@ -4,13 +4,19 @@ import ast
 import doctest
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from experiment_steps import evidence_of
+from torch import nn
 
 from gradproof.diagnosis.causes import BY_FAMILY
 from gradproof.diagnosis.findings import CONFIDENCES
 from gradproof.experiments import table
+from gradproof.experiments.needs import why_not
 from gradproof.experiments.table import BY_NAME, COSTS, EVERY, NEEDS, QUESTIONS, find, order_of
 
 EXPERIMENTS = Path(table.__file__).parent
@@ -187,3 +193,22 @@ def test_the_page_of_questions_is_of_the_table():
     import make_questions
 
     assert make_questions.PAGE.read_text() == make_questions.render(), "python docs/make_questions.py"
+
+
+def test_labels_of_a_byte_each_are_read_as_numbers():
+    """The cross-entropy takes them, gather does not, and an index would take them for a mask."""
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 6), torch.randint(0, 4, (24,))
+    said = {}
+    for labels in (y, y.byte()):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        model[2].weight.data *= 40
+        evidence = evidence_of(model, lambda: F.cross_entropy(model(x), labels), step=100)  # noqa: B023
+        for question in QUESTIONS:
+            if not why_not(question, evidence):
+                evidence.memory = {}
+                ask = getattr(import_module(f"gradproof.experiments.{question.module}"), question.name)
+                told = sorted((v.verdict, v.family, v.id) for v in ask(evidence))
+                assert said.setdefault(question.name, told) == told
+    assert len(said) > 15 and any(told for told in said.values())

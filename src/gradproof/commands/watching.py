@@ -277,6 +277,11 @@ def why_nothing_was_trained(outcome, name: str) -> str | None:
         )
     if outcome.steps or outcome.elsewhere:
         return None
+    if outcome.backwards and outcome.stepping:
+        return (
+            f"{name} was within its first step of {outcome.stepping} still, after {outcome.backwards} backward passes: "
+            "a step is recorded when it has ended; next: more time, or fewer iterations a step (max_iter)"
+        )
     if outcome.backwards:
         return (
             f"{name} called backward {outcome.backwards} times, and nothing that got a gradient has changed since: if "

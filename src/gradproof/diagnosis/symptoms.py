@@ -141,6 +141,10 @@ def never_changed(run: Run) -> Iterator[Symptom]:
     if no_gradient:
         level = "warning" if len(no_gradient) < len(inside) else "problem"
         text = f"{_names(no_gradient)} never got a gradient in {len(run)} steps"
+        late = [p for p in inside if p.get("moved_at", 0) > len(run) / 2]
+        if late:  # a head for each time or task, of which a step draws one: they come one after the other
+            level = "note"
+            text += f"; {_names(late)} changed for the first time in their second half: others may follow"
         possible = ("param-not-updated/no-gradient", "detached-graph/cut")
         yield Symptom("no_gradient", level, text, None, no_gradient[0]["name"], possible)
     if with_gradient and not learning_rate_is_zero(run):

@@ -157,7 +157,7 @@ class Evidence:
     def values(self, slots: Sequence[int], leaves: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
         """What the forward pass computed at some slots, with the recorded or other leaves."""
         found: Replay = replay_forward(self.tape, leaves=leaves, keep=slots)
-        return found.values
+        return self.flow.as_numbers(found.values)
 
     @property
     def forward(self) -> list[Operation]:

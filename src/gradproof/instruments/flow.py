@@ -198,6 +198,18 @@ class Flow:
         return [found for op in self.operations if (found := self._comparison(op)) is not None]
 
     @cached_property
+    def bytes_of_labels(self) -> set[int]:
+        """Labels of a byte each, which the cross-entropy takes as numbers and an index would take for a mask."""
+        slots = self.tape.slots
+        return {
+            c.target for c in self.comparisons if c.kind == "class" and slots[c.target].dtype == torch.uint8
+        }
+
+    def as_numbers(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Values of slots, labels among them wide enough to be counted, picked and indexed with."""
+        return {slot: v.long() if slot in self.bytes_of_labels else v for slot, v in values.items()}
+
+    @cached_property
     def picks(self) -> list[Operation]:
         """Where a loss by hand takes the entry of the right class: gather, or scores[rows, labels]."""
         ops = [op for op in self.operations if op.name in ("gather", "index") and self.makes(op)]
@@ -288,6 +300,13 @@ class Flow:
     def value(self, slot: int) -> Tensor | None:
         """What a slot held when it was first read, if that can be replayed."""
         return self.values([slot]).get(slot)
+
+    def last_write(self, slot: int, before: Operation) -> Operation | None:
+        """The operation that a reader finds the result of: what made a value, or changed it in place since."""
+        for op in reversed(self.tape.operations[: before.index]):
+            if slot in self.makes(op) or slot in op.writes:
+                return op
+        return None
 
     def behind(self, slot: int, names: Iterable[str]) -> int:
         """The slot that some views and copies were made from."""
@@ -401,7 +420,7 @@ class Flow:
             )
 
         player = self.play(chosen[::-1], leaves, keep=wanted, after=hold, dtype=dtype)
-        return {**player.replay.values, **found}
+        return self.as_numbers({**player.replay.values, **found})
 
 
 def finer_than(tape: Tape, operations: list[Operation]) -> torch.dtype | None:

@@ -80,7 +80,7 @@ def outcome(
     flow: Flow, ends: Iterable[int], leaves: Mapping[int, Tensor] | None = None, look: Look | None = None
 ) -> dict[int, Tensor]:
     """What some slots hold after the whole forward pass in float64, with other values in some slots."""
-    return flow.play(flow.forward, leaves, keep=ends, after=look, dtype=FINE).replay.values
+    return flow.as_numbers(flow.play(flow.forward, leaves, keep=ends, after=look, dtype=FINE).replay.values)
 
 
 def how_far(before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> dict[int, Tensor]:

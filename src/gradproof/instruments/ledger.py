@@ -115,11 +115,14 @@ def note_answers(evidence: Evidence, batch: Batch, compared: Comparison, size: i
 
 
 def kind_of(evidence: Evidence, slot: int, target: int | None) -> str:
-    """Types and axes of the largest input and the target, and by what they are compared."""
+    """Types and axes of the largest input and the target, by what and where they are compared, and what is trained:
+    players that take turns on the same samples want something else of them each."""
+    flow = evidence.flow
     tensors = [evidence.slot(each) for each in (slot, target) if each is not None]
     forms = [f"{tensor.dtype} {len(tensor.shape)}" for tensor in tensors]
-    compared = [c.operation.name for c in evidence.flow.comparisons if c.target == target]
-    return ", ".join([*forms, *compared[:1]])
+    compared = [f"{c.operation.name} at {c.operation.line}" for c in flow.comparisons if c.target == target]
+    first = [evidence.slot(s).name for op in flow.layers[:1] for s in flow.reads(op) if s in flow.weights]
+    return ", ".join([*forms, *compared[:1], *first])
 
 
 def are_rows_of_the_batch(answer: Tensor) -> bool:

@@ -32,7 +32,8 @@ class Held:
 def hold_against_before(evidence: Evidence) -> Held | None:
     """Means and spreads of inputs and targets: those of calm steps are remembered, those of a leap compared."""
     flow, leap = evidence.flow, leapt(evidence.losses)
-    slots = [*flow.inputs, *(comparison.target for comparison in flow.comparisons)]
+    targets = [comparison.target for comparison in flow.comparisons if not flow.is_learned(comparison.target)]
+    slots = [*flow.inputs, *targets]
     found = None
     for number, (slot, value) in enumerate(flow.values(slots).items()):
         if not value.is_floating_point() or value.numel() < 2:

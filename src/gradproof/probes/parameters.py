@@ -42,6 +42,7 @@ class Parameters:
         self._start_values: dict[str, np.ndarray] = {}
         self._start_steps: dict[str, int] = {}
         self._moved: dict[str, bool] = {}  # as of the last look at each
+        self._moved_at: dict[str, int] = {}  # the steps after which a look found it changed
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -77,6 +78,8 @@ class Parameters:
             for name, changed in self._moved.items():
                 if name in self._described:
                     self._described[name]["changed"] = changed
+                    if changed:
+                        self._described[name]["moved_at"] = self._moved_at[name]
             self._tell()
 
     def name(self, parameter: Tensor) -> str:
@@ -152,7 +155,8 @@ class Parameters:
         seen = self._with_gradient | self._without_gradient if gone else ()
         unseen = [name for name in gone if name not in seen]
         for name in {*gone[:-MOST_GONE], *unseen}:
-            for facts in (self._described, self._start_values, self._start_steps, self._moved):
+            known_of = (self._described, self._start_values, self._start_steps, self._moved, self._moved_at)
+            for facts in known_of:
                 facts.pop(name, None)
 
     def stepped(self, steps: int) -> None:
@@ -181,6 +185,8 @@ class Parameters:
             changed = not np.array_equal(self._start_values[name], now, equal_nan=True)
             if changed or self._steps > self._start_steps[name]:
                 self._moved[name] = changed
+                if changed:
+                    self._moved_at[name] = self._steps
 
 
 def has_numbers(tensor: Tensor) -> bool:

@@ -54,6 +54,7 @@ class Outcome:
     ] = ()  # what changed between the losses that a script without backward has printed
     elsewhere: int = 0  # processes that the script started and that trained, where it did not itself
     hangs: bool = False  # the disk with the run does not answer
+    stepping: str = ""  # the optimizer whose step had begun, and not ended
 
 
 def load_script(path: str) -> Program:
@@ -228,6 +229,7 @@ def run_program(
         tuple(session.facts.get("printed", {}).get("changed", ())),
         len(children),
         hangs,
+        session.stepping,
     )
 
 

@@ -96,6 +96,7 @@ class Session:
             None  # the one before that is taken where a clip was
         )
         self.examining = False  # a model that is called meanwhile is not training
+        self.stepping = ""  # the optimizer whose step has begun and not ended
 
         self.parameters = Parameters(writer, names)
         self._updates = UpdateProbe(self.parameters)
@@ -256,6 +257,7 @@ class Session:
     @guarded
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, has_gradients: bool) -> None:
         """A step; with a closure, the gradients come when that has run."""
+        self.stepping = type(optimizer).__name__
         if self.own is not None:
             self._give_way()
         if self.flight is not None:
@@ -288,7 +290,7 @@ class Session:
 
     @guarded
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        step = self.current
+        step, self.stepping = self.current, ""
         if self.taping is not None and self.taping.recorder is not None:
             self.taping.recorder.leave_optimizer()
         step.order.append("s")

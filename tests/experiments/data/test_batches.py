@@ -144,6 +144,44 @@ def test_what_the_same_inputs_are_trained_for_next_are_other_pairs():
     assert said is None or said.verdict != "confirmed"
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_samples_that_come_again_in_another_task_have_the_targets_of_that(apart):
+    """Sines of one grid, as meta-learning draws them: a few steps on each."""
+    grid = DATA[:40].clone()
+    tasks = [grid[:, :3] * torch.randn(3) for _ in range(4)]
+
+    def step(model, n):
+        rows = torch.randperm(40)[:30]
+        return F.mse_loss(model(grid[rows]), tasks[n // 4][rows[torch.randperm(30)] if apart else rows])
+
+    said = last_verdict(step, 16)
+    assert (said is not None and said.id == "data-target-misaligned/pairs-change") == apart
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_players_that_take_turns_on_the_same_samples_want_something_else_of_them(apart):
+    """An actor's old log-probabilities and a critic's returns, both compared by one helper's difference."""
+    states, actor, critic = DATA[:40].clone(), nn.Linear(5, 1), nn.Linear(5, 1)
+    choices = -torch.rand(40, 1).round(decimals=1)  # few different ones, as of a policy of two actions
+    returns = choices[torch.randperm(40)] - 0.5
+
+    def away(one, other):
+        return (one - other).square().mean()
+
+    def step(n):
+        rows = torch.randperm(40)[:20]
+        theirs = rows[torch.randperm(20)] if apart else rows
+        if n % 2:
+            return away(actor(states[rows]), choices[theirs])
+        return away(critic(states[rows]), returns[theirs])
+
+    memory, said = {}, set()
+    for n in range(16):
+        evidence = evidence_of(nn.ModuleList([actor, critic]), lambda n=n: step(n), n, memory)
+        said |= {verdict.id for verdict in do_batches_differ(evidence) if verdict.verdict == "confirmed"}
+    assert said == ({"data-target-misaligned/pairs-change"} if apart else set())
+
+
 def test_several_epochs_on_one_rollout_are_meant():
     """What is there from step to step was not fetched twice."""
     torch.manual_seed(0)

@@ -84,3 +84,24 @@ def test_the_question_says_it():
         one_step(memory, number, question=are_numbers_of_a_fitting_size)
     said = one_step(memory, 10, lambda x: x + 6, question=are_numbers_of_a_fitting_size)
     assert [verdict.id for verdict in said if verdict.verdict == "confirmed"] == [ID]
+
+
+@pytest.mark.parametrize("whose", ["given", "of another network", "its own, with gradient"])
+def test_what_a_network_says_is_no_data(whose):
+    """A target with a network's word in it moves as that network learns; either side may be read as the target."""
+    model, other, memory, found = nn.Linear(6, 1), nn.Linear(6, 1), {}, None
+    for number in range(11):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+        word = torch.full((16, 1), -40.0 if number == 10 else 0.0)
+        for each in (model, other):
+            nn.init.constant_(each.weight, 0.03)
+            nn.init.constant_(each.bias, float(word.mean()) if each is other or whose[0] == "i" else 0.0)
+        told = {
+            "given": lambda x=x, word=word: F.mse_loss(model(x), word),
+            "of another network": lambda x=x: F.mse_loss(model(x), 0.1 + 0.9 * other(x.flip(0)).detach()),
+            "its own, with gradient": lambda x=x: F.mse_loss(0.1 + 0.5 * model(x.flip(0)), model(x)),
+        }
+        step = evidence_of(model, told[whose], step=100 * number, memory=memory, losses=CALM)
+        assert (step.loss > 1) == (number == 10)
+        found = have_the_data_moved(step)
+    assert (found is not None and found.id == ID) == (whose == "given")

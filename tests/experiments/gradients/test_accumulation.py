@@ -218,6 +218,38 @@ def test_gradients_may_be_divided_after_the_last_backward(divide):
     assert found == (["grad-accumulation-error/not-divided"] if divide is not_at_all else [])
 
 
+@pytest.mark.parametrize(
+    "make, clips, level",
+    [
+        (lambda p: torch.optim.Adam(p), False, "note"),
+        (lambda p: torch.optim.AdamW(p), False, "note"),  # its decay is no part of the gradient
+        (lambda p: torch.optim.Adam(p), True, "warning"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), False, "warning"),
+        (lambda p: torch.optim.SGD(p, lr=1.0), False, "problem"),
+    ],
+)
+def test_what_a_sum_in_place_of_a_mean_does_depends_on_who_steps(make, clips, level):
+    """MAML adds up the gradients of its tasks, and Adam makes the same step of a sum and of a mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = make(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        for _ in range(6):
+            loss = loss_of(model)
+            loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss.detach()
+
+    found = examine(do_micro_batches_add_up, model, optimizer, step, steps=1)
+    [said] = [verdict for verdict in found if verdict.verdict == "confirmed"]
+    assert (said.id, said.level) == ("grad-accumulation-error/not-divided", level)
+    assert ("the step is the same" in said.evidence[1]) == (level == "note")
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_gradient_that_only_leads_to_where_the_next_is_taken(moves):
     """Sharpness-aware training: up the first gradient, and the second from there: nothing adds up or is lost."""

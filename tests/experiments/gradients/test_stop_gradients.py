@@ -42,6 +42,30 @@ def test_bootstrapped_return(stopped, compare):
         assert Path(__file__).read_text().splitlines()[number - 1].strip().startswith("target = reward +")
 
 
+class Called(nn.Module):
+    """Layers with a ReLU of no module between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_network_whose_forward_is_called_by_name(stopped):
+    """No module is seen around its ReLU, which is no margin of the loss for that."""
+    model = Called()
+    now, then, reward = torch.randn(6, 3), torch.randn(6, 3), torch.randn(6)
+
+    def loss():
+        target = reward + 0.9 * model.forward(then).max(dim=1).values
+        return F.mse_loss(target.detach() if stopped else target, model.forward(now)[:, 0])
+
+    assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/target"})
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_branch_without_a_predictor(stopped):
     model = nn.ModuleDict({"student": nn.Linear(4, 4), "predictor": nn.Linear(4, 4)})

@@ -19,6 +19,7 @@ BAD = {
     "sigmoid-twice": lambda out: F.binary_cross_entropy_with_logits(torch.sigmoid(out), YES),
     "softmax-of-one": lambda out: F.binary_cross_entropy(out[:, :1].softmax(1), YES[:, :1]),
     "relu-at-the-end": lambda out: F.mse_loss(torch.relu(out), VALUE),
+    "hardtanh-at-the-end": lambda out: F.mse_loss(F.relu6(out), VALUE - 3),
     "tanh-at-the-end": lambda out: ((torch.tanh(out) - 5 * VALUE) ** 2).mean(),
     "sigmoid-at-the-end": lambda out: F.l1_loss(out.sigmoid().view(-1), VALUE.view(-1)),
 }
@@ -31,6 +32,7 @@ GOOD = {
     "logits": lambda out: F.binary_cross_entropy_with_logits(out, YES),
     "relu of positive": lambda out: F.mse_loss(out.relu(), VALUE.abs()),
     "tanh of scaled": lambda out: F.mse_loss(out.tanh(), VALUE / 10),
+    "relu6 of what it can put out": lambda out: F.mse_loss(F.relu6(out), 5 * YES),
     "soft targets": lambda out: F.cross_entropy(out, YES / 4),
 }
 
@@ -81,3 +83,49 @@ def test_a_softmax_over_the_batch_is_not_said_to_make_rows_that_sum_to_one():
         evidence = evidence_of(model, lambda: nn.functional.cross_entropy(model(x), y))  # noqa: B023
         (found,) = [v for v in does_the_output_fit_the_loss(evidence) if v.id]
         assert ("each row sums to 1" in found.evidence[0]) == said
+
+
+IN_PLACE = {
+    "relu-at-the-end": (lambda: nn.ReLU(inplace=True), lambda out: F.mse_loss(out.view(-1), VALUE.view(-1))),
+    "hardtanh-at-the-end": (lambda: nn.Hardtanh(inplace=True), lambda out: F.mse_loss(out, 5 * VALUE)),
+    "relu-before-cross-entropy": (lambda: nn.ReLU(inplace=True), lambda out: F.cross_entropy(out, CLASS)),
+    "bounded-scores": (lambda: nn.Hardtanh(inplace=True), lambda out: F.cross_entropy(out.squeeze(), CLASS)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_activation_in_place_is_seen(name):
+    """It writes into what the layer made, and makes nothing of its own."""
+    activation, loss = IN_PLACE[name]
+    model = nn.Sequential(nn.Linear(5, 4), activation())
+    evidence = evidence_of(model, lambda: loss(model(X)))
+    assert confirmed_ids(does_the_output_fit_the_loss, evidence) == [f"loss-activation-mismatch/{name}"]
+
+
+def test_an_activation_in_place_that_was_there_before_the_last_layer_is_not_the_last():
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+    evidence = evidence_of(model, lambda: F.cross_entropy(model(X).view(-1, 4), CLASS))
+    assert not confirmed_ids(does_the_output_fit_the_loss, evidence)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_class_that_a_relu_has_cut_off_is_a_problem_of_its_own(inplace):
+    """Its scores are 0 for all samples, those of it too; where each class has some above 0 it may yet do."""
+    for bias, dead in ((-20.0, True), (5.0, False)):
+        model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace))
+        nn.init.constant_(model[0].bias, 5.0)
+        model[0].bias.data[2] = bias
+        evidence = evidence_of(model, lambda: F.cross_entropy(model(X), CLASS))  # noqa: B023
+        (found,) = [v for v in does_the_output_fit_the_loss(evidence) if v.id]
+        assert found.id.endswith("relu-before-cross-entropy")
+        assert found.if_troubled != dead and (found.confidence == "proven") == dead
+        assert any("1 of 4 classes (2)" in line for line in found.evidence) == dead
+
+
+def test_a_cut_off_class_that_no_target_is_of_is_not_missed():
+    model = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
+    model[0].bias.data[4] = -20.0  # the targets are 0 to 3
+    model[0].bias.data[:4] = 5.0
+    evidence = evidence_of(model, lambda: F.cross_entropy(model(X), CLASS))
+    (found,) = [v for v in does_the_output_fit_the_loss(evidence) if v.id]
+    assert found.if_troubled

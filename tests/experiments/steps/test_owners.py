@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from experiment_steps import confirmed_ids
 from own_updates import watch_script
-from taped_trainings import examine, ids, plain_step
+from taped_trainings import evidence_of_step, examine, ids, plain_step
 from torch import nn
 
 from gradproof.experiments.steps.owners import does_the_optimizer_hold_everything
@@ -240,3 +242,32 @@ def test_adapters_that_a_model_was_given_for_a_second_stage_have_names(tmp_path)
     names.learn(model[1].parameters())
     assert names.of_parameter(model[0].lora_B) == "0.lora_B"
     assert names.of_parameter(model[0].base.weight) == "0.weight"  # a name is given once
+
+
+class Values(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+@pytest.mark.parametrize("every", [3, 0])
+def test_a_target_network_that_gets_a_gradient_is_not_to_be_trained(every):
+    """Its targets were not detached, but it is overwritten every so often; what nobody changes is left out."""
+    torch.manual_seed(0)
+    model, target, memory, said = Values(), Values(), {}, []
+    optimizer = torch.optim.Adam(model.parameters())
+    for number in range(8):
+        now, then, reward = torch.randn(6, 3), torch.randn(6, 3), torch.randn(6)
+        loss = lambda now=now, then=then, reward=reward: F.mse_loss(  # noqa: E731
+            model(now)[:, 0], reward + 0.9 * target(then).max(dim=1).values
+        )
+        train = plain_step(model, optimizer, loss)
+        evidence = evidence_of_step(train, {"": model}, [optimizer], number, (), None, memory)
+        said.append(confirmed_ids(does_the_optimizer_hold_everything, evidence))
+        if every and number % every == 0:
+            target.load_state_dict(model.state_dict())
+    assert said[0] == ["param-not-updated/not-in-optimizer"]  # nothing is known of it yet
+    assert said[1:] == [["param-not-updated/not-in-optimizer"] if not every else []] * 7

@@ -127,7 +127,8 @@ def are_there_few_samples(batches: list[Batch]) -> Verdict | None:
 def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
     """Samples that come again, in later epochs, with the target of another one.
 
-    A target that nobody had before is none of another sample: it may depend on who else is in the batch.
+    A target that no other sample had before is none of another sample: it may depend on who else is in the batch,
+    or be the same sample's in another task.
     """
     known = [
         (b.prints, b.answers) for b in batches if b.answers is not None and len(b.answers) == len(b.prints)
@@ -135,15 +136,16 @@ def do_pairs_stay(batches: list[Batch]) -> Verdict | None:
     if any(len(np.unique(prints)) < len(prints) for prints, _ in known):
         return None  # samples that are the same by nature may well have several answers
     first: dict[float, float] = {}
-    had: set[float] = set()
+    owners: dict[float, set[float]] = {}  # of a target, the samples that had it
     same = other = 0
     for prints, answers in known:
         for sample, answer in zip(prints.tolist(), answers.tolist(), strict=True):
             before = first.get(sample)
             first.setdefault(sample, answer)
             same += before == answer
-            other += before not in (None, answer) and answer in had
-        had.update(answers.tolist())
+            other += before not in (None, answer) and not owners.get(answer, set()) <= {sample}
+        for sample, answer in zip(prints.tolist(), answers.tolist(), strict=True):
+            owners.setdefault(answer, set()).add(sample)
     if same + other < AGAIN or other < OFTEN * (same + other):
         return None
     return confirmed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.evidence import Evidence
@@ -133,6 +134,19 @@ def unequal_shares(evidence: Evidence) -> Verdict | None:
     )
 
 
+def divides_by_its_size(optimizer: Any) -> bool:
+    """Whether a gradient that is k times as large makes the same step: no decay is added to it before."""
+    apart = type(optimizer).__name__ == "AdamW"
+    decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+    return type(optimizer).__name__ in ADAPTIVE and (apart or not decays)
+
+
+def touched_since(tape: Tape, end: int) -> bool:
+    """Whether anything was done to the gradients after the last backward that a factor may matter to, as in a clip."""
+    gradients = {slot for _, slot in tape.final_gradients.values()}
+    return any(op.phase != "optimizer" and gradients.intersection(op.writes) for op in tape.operations[end:])
+
+
 def not_divided(evidence: Evidence) -> Verdict | None:
     """k backwards from one line, each of a mean, have to be divided by k to be the mean of the whole batch."""
     calls = parts_of_a_batch(evidence)
@@ -153,15 +167,20 @@ def not_divided(evidence: Evidence) -> Verdict | None:
         return excluded(f"{FAMILY}/not-divided", said)
     shorter, whole = (evidence.loss_at(evidence.moved(share)) for share in (1 / total, 1.0))
     harmful = type(evidence.optimizers[0]).__name__ not in ADAPTIVE and not whole <= shorter
+    same = all(map(divides_by_its_size, evidence.optimizers)) and not touched_since(
+        evidence.tape, calls[-1].last
+    )
     by = "nothing divides" if min(divided) > WHOLE else f"each is divided by {1 / divided[0]:.3g}, not"
     return confirmed(
         f"{FAMILY}/not-divided",
         f"{len(calls)} backwards a step add up their means, and {by} by {len(calls)}: "
         f"the gradient is {total:.3g} times that of the whole batch",
-        f"the loss of this batch after the step {whole:.4g}, after a step {total:.3g} times shorter {shorter:.4g}",
+        f"{type(evidence.optimizers[0]).__name__} divides each gradient by its own size: the step is the same"
+        if same
+        else f"the loss of this batch after the step {whole:.4g}, after a step {total:.3g} times shorter {shorter:.4g}",
         where=place_of("", terms[0].operation.line),
         fix=f"(loss / {len(calls)}).backward()",
-        level="problem" if harmful else "warning",
+        level="note" if same else "problem" if harmful else "warning",
         confidence="likely",
         lasting=False,
     )

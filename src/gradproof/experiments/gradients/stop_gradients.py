@@ -106,7 +106,9 @@ def pulled_distribution(evidence: Evidence) -> Verdict | None:
 
 def compared_with_itself(evidence: Evidence) -> Verdict | None:
     """Prediction and target both carry gradient into the same layers, and one of them is clearly the target."""
-    if any(is_hinge(op) for op in evidence.forward if in_the_loss(evidence, op)):
+    loss = (op for op in evidence.forward if in_the_loss(evidence, op))
+    tail = evidence.flow.tail  # a ReLU between layers is no margin, though `model.forward(x)` shows no module
+    if any(is_hinge(op) and not tail.isdisjoint(op.makes) for op in loss):
         return None  # a margin between pairs wants both sides
     for op, one, two in pairs(evidence, *COMPARES, "sub", "mul"):
         if evidence.slot(one).shape != evidence.slot(two).shape:

@@ -13,18 +13,16 @@ from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import RESHAPES, VIEWS, Comparison, Flow, place_of
+from gradproof.instruments.flow import ALIASES, RESHAPES, VIEWS, Comparison, Flow, place_of
 from gradproof.tape.operations import Operation, Ref
 
 FAMILY = "loss-activation-mismatch"
-# what an activation can put out; a target beyond it can never be met
+# what an activation can put out, in place or not; a target beyond it can never be met
 RANGES = {
     "relu": (0.0, math.inf), "threshold": (0.0, math.inf), "softplus": (0.0, math.inf), "abs": (0.0, math.inf),
     "sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0), "hardtanh": (-1.0, 1.0),
     "hardsigmoid": (0.0, 1.0),
 }  # fmt: skip
-ACTIVATIONS = {written for name in RANGES for written in (name, f"{name}_", f"_{name}")}
-BOUNDED = ("sigmoid", "tanh", "hardtanh", "hardsigmoid")
 RAW = ("addmm", "mm", "bmm", "matmul", "linear", "convolution", "baddbmm")
 SIGMOIDS = ("sigmoid", "log_sigmoid_forward")
 SUMS_TO_ONE = 0.02  # how far off a row may be: half precision leaves less of a sum of probabilities
@@ -65,9 +63,19 @@ def of_comparisons(evidence: Evidence) -> Iterator[Verdict]:
         yield from looks[comparison.kind](evidence.flow, comparison)
 
 
-def last_activation(flow: Flow, slot: int) -> tuple[Operation | None, str]:
-    op = flow.follow(slot, ACTIVATIONS)
-    return op, op.name.strip("_") if op is not None else ""
+def last_activation(flow: Flow, slot: int, reader: Operation) -> tuple[Operation | None, str]:
+    """The operation whose result a reader finds, in place or not, seen through views, if it is an activation."""
+    last = flow.last_write(slot, reader)
+    while last is not None and last.name in VIEWS and last.reads:
+        last = flow.last_write(last.reads[0], last if last.name not in ALIASES else reader)
+    name = last.name.strip("_") if last is not None else ""
+    return (last, name) if name in RANGES else (None, "")
+
+
+def range_of(op: Operation, name: str) -> tuple[float, float]:
+    """What it can put out; a hardtanh is given its own limits, as in ReLU6."""
+    given = [float(arg) for arg in op.args[1:3] if isinstance(arg, (int, float))]
+    return (given[0], given[1]) if name == "hardtanh" and len(given) == 2 else RANGES[name]
 
 
 # scores -----------------------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
     axis = log_softmax.args[1]
     if values is None or values.dim() == 0 or values.shape[axis] < 2:
         return
-    last, name = last_activation(flow, log_softmax.reads[0])
+    last, name = last_activation(flow, log_softmax.reads[0], log_softmax)
     where = at(last or comparison.operation)
     count = values.shape[axis]
     whole = are_probabilities(values, axis)  # a softmax over another axis makes rows of any sum
@@ -102,17 +110,34 @@ def of_scores(flow: Flow, log_softmax: Operation, comparison: Comparison) -> Ite
         said += f"the loss cannot fall below {least_of(count):.3g} for {count} classes"
         fix = "give cross_entropy the raw scores: remove the softmax"
         yield mismatch("softmax-twice", said, where, fix, sure=name == "softmax")
-    elif name in BOUNDED:
-        low, high = RANGES[name]
+    elif last is not None and math.isfinite(range_of(last, name)[1]):
+        low, high = range_of(last, name)
         least = least_of(count, high - low)
         said = f"{name} keeps the scores between {low:g} and {high:g}: "
         said += f"the loss cannot fall below {least:.3g} for {count} classes"
         fix, may_do = f"give cross_entropy the raw scores: remove the {name}", least < LOW_ENOUGH
         yield mismatch("bounded-scores", said, where, fix, sure=not may_do, if_troubled=may_do)
     elif name in ("relu", "threshold"):
-        zero = 100 * float((values == 0).float().mean())
-        said = f"a ReLU cuts the scores: {zero:.0f} % of them are exactly 0 and get no gradient"
-        yield mismatch("relu-before-cross-entropy", said, where, sure=False, if_troubled=True, lasting=False)
+        yield of_cut_scores(flow, values.movedim(axis, -1), comparison, where)
+
+
+def of_cut_scores(flow: Flow, values: Tensor, comparison: Comparison, where: str | None) -> Verdict:
+    """A ReLU before the softmax: a class whose scores are all cut off gets no gradient, though it is a target."""
+    what, rows = "relu-before-cross-entropy", values.reshape(-1, values.shape[-1])
+    zero = 100 * float((values == 0).float().mean())
+    said = f"a ReLU cuts the scores: {zero:.0f} % of them are exactly 0 and get no gradient"
+    targets = flow.value(comparison.target)
+    classes = range(rows.shape[1])
+    wanted = [] if targets is None or targets.is_floating_point() else targets.flatten().tolist()
+    dead = [c for c in sorted({*wanted} & {*classes}) if not bool(rows[:, c].any())]
+    if not dead:
+        return mismatch(what, said, where, sure=False, if_troubled=True, lasting=False)
+    named = ", ".join(map(str, dead[:5])) + (", …" if len(dead) > 5 else "")
+    said += f"; {len(dead)} of {len(classes)} classes ({named}) have the score 0 for every one of the {len(rows)} "
+    said += (
+        f"samples, the {sum(wanted.count(c) for c in dead)} that are theirs included: nothing pulls them up"
+    )
+    return mismatch(what, said, where, lasting=False)  # the gradient of what a ReLU has cut off is 0
 
 
 def least_of(count: int, apart: float = 1.0) -> float:
@@ -121,7 +146,7 @@ def least_of(count: int, apart: float = 1.0) -> float:
 
 
 def of_yes_or_no(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
-    last, name = last_activation(flow, comparison.prediction)
+    last, name = last_activation(flow, comparison.prediction, comparison.operation)
     if last is None:
         return
     if name == "softmax" and flow.tape.slots[last.makes[0]].shape[last.args[1]] == 1:
@@ -142,7 +167,7 @@ def of_limited_scores(flow: Flow, last: Operation, name: str, comparison: Compar
     targets = flow.value(comparison.target)
     if targets is None or not targets.numel() or bool((targets < 0).any()) or bool((targets > 1).any()):
         return
-    low, high = RANGES[name]
+    low, high = range_of(last, name)
     yes = float(targets.double().mean())
     least = yes * math.log1p(math.exp(-high)) + (1 - yes) * math.log1p(math.exp(low))
     if least < OUTSIDE:
@@ -157,13 +182,13 @@ def of_limited_scores(flow: Flow, last: Operation, name: str, comparison: Compar
 
 
 def of_values(flow: Flow, comparison: Comparison) -> Iterator[Verdict]:
-    last, name = last_activation(flow, comparison.prediction)
+    last, name = last_activation(flow, comparison.prediction, comparison.operation)
     if last is None or (name == "softmax" and flow.tape.slots[last.makes[0]].shape[last.args[1]] > 1):
         return  # a distribution against a distribution
     targets = flow.value(comparison.target)
     if targets is None or not targets.is_floating_point() or not targets.numel():
         return
-    low, high = RANGES[name]
+    low, high = range_of(last, name)
     slack = 1e-3 * float(targets.abs().max())  # what float16 leaves
     outside = float(((targets < low - slack) | (targets > high + slack)).float().mean())
     if outside > OUTSIDE:

@@ -9,9 +9,8 @@ from torch import nn
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.update import named_parameters
 from gradproof.instruments.flow import place_of
-from gradproof.instruments.update import groups_of, line_of_optimizer, outweighs, shrinkage
+from gradproof.instruments.update import groups_of, line_of_optimizer, named_parameters, outweighs, shrinkage
 
 FAMILY = "optimizer-config"
 # torch's optimizers whose decay joins the gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -53,6 +53,7 @@ def never_changed(evidence: Evidence) -> Verdict | None:
     known["ever"].update(evidence.slot(slot).name for slot in evidence.tape.stepped)
     named, ids = named_parameters(evidence), set(map(id, held(evidence)))
     unknown = find_unknown_parameters(evidence.tape, set(named))
+    unknown = {name: place for name, place in unknown.items() if name not in kept_up(evidence, unknown)}
     reached = [name for name, parameter in named.items() if has_gradient(parameter)]
     still = [name for name in reached if name not in known["ever"]]
     unfrozen = [name for name in still if name in known["frozen"] and named[name].requires_grad]
@@ -120,6 +121,29 @@ def is_data(evidence: Evidence, leaf: Tensor) -> bool:
     """A leaf with a row for each row of the loss: a batch whose own gradient is wanted, not something to train."""
     rows = {evidence.slot(s).shape[0] for s in evidence.roles.prediction_slots if evidence.slot(s).shape}
     return leaf.dim() > 0 and len(leaf) > 1 and len(leaf) in rows
+
+
+def kept_up(evidence: Evidence, unknown: Mapping[str, str]) -> set[str]:
+    """Those of no model that somebody does change: other values than when they were first seen, or those that a
+    trained tensor has or had, as a target network that is overwritten every so often."""
+    if not unknown:
+        return set()
+    tape = evidence.tape
+    trained: set[Hashable] = evidence.memory.setdefault("values of trained", set())
+    first: dict[str, Hashable] = evidence.memory.setdefault("first values", {})
+    values = {
+        slot.name: print_of(tape.leaf_value(slot.index)) for slot in tape.parameters if slot.name in unknown
+    }
+    trained |= {print_of(tape.leaf_value(slot)) for slot in tape.stepped}
+    for name, value in values.items():
+        first.setdefault(name, value)
+    return {name for name, value in values.items() if value != first[name] or value in trained}
+
+
+def print_of(value: Tensor) -> Hashable:
+    """What two tensors have in common if they are the same, number by number."""
+    wide = value.detach().double()
+    return tuple(value.shape), float(wide.sum()), float(wide.square().sum())
 
 
 def passed_over(evidence: Evidence) -> Verdict | None:
