@@ -108,6 +108,30 @@ def test_tracing_in_a_step_that_is_taped(way, tmp_path):
     assert train([Net(False)], 6, tmp_path / "run", between=way, experiments=True) == plain
 
 
+class Pictures(nn.Module):
+    """Buffers that tracing changes, and operations that write in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1)
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x.view(-1, 1, 2, 2)).flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [jit_trace, add_graph])
+def test_tracing_a_network_with_a_batch_norm_in_a_step_that_is_taped(way, tmp_path):
+    """As a script does that shows its graph before it begins: the first step is taped."""
+    torch.manual_seed(0)
+    plain = train([Pictures()], 6, between=way)
+    torch.manual_seed(0)
+    assert train([Pictures()], 6, tmp_path / "run", between=way, experiments=True) == plain
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("experiments", [False, True])
 def test_models_that_are_scripted_as_a_whole(experiments, tmp_path):

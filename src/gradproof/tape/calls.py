@@ -12,9 +12,11 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.jit._trace as tracing
 from torch.autograd.function import BackwardCFunction, FunctionCtx, FunctionMeta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gradproof.tape.operations import (
     FunctionCall,
@@ -39,12 +41,12 @@ def watched_modules(state: State) -> Iterator[None]:
     """Keeps the path of the running module, and which operations each call consists of."""
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_someone_elses():
             return
         state.guarded(_enter_module, state, module, args)
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_someone_elses():
             return
         state.guarded(_leave_module, state, output)
 
@@ -52,6 +54,15 @@ def watched_modules(state: State) -> Iterator[None]:
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         yield
+
+
+def is_someone_elses() -> bool:
+    """Whether a compiler, functorch or a tracer records the call: what is done beside it would be in its graph."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+    )
 
 
 def _enter_module(state: State, module: torch.nn.Module, args: Any) -> None:
@@ -297,6 +308,27 @@ def watched_clearing(state: State) -> Iterator[None]:
 
             stack.callback(setattr, cls, "zero_grad", own)
             cls.zero_grad = wraps(own)(watched)  # type: ignore[method-assign]
+        yield
+
+
+@contextmanager
+def left_to_tracers(state: State) -> Iterator[None]:
+    """torch.jit.trace goes without our mode: below any mode what it traces is other operations, and may raise."""
+    with ExitStack() as stack:
+        for place, name in ((tracing, "_trace_impl"), (tracing, "trace_module"), (torch.jit, "trace_module")):
+            own = getattr(place, name, None)
+            if own is None:  # another version of PyTorch
+                continue
+
+            def alone(*args: Any, _own: Callable = own, **kwargs: Any) -> Any:
+                ours_only = (
+                    torch._C._len_torch_dispatch_stack() == 1
+                )  # the script's own see what they would see
+                with state.unseen(), _disable_current_modes() if ours_only else nullcontext():
+                    return _own(*args, **kwargs)
+
+            stack.callback(setattr, place, name, own)
+            setattr(place, name, wraps(own)(alone))
         yield
 
 

@@ -24,6 +24,7 @@ from gradproof.tape.calls import (
     eager_compiler,
     enter_optimizer,
     leave_optimizer,
+    left_to_tracers,
     watched_clearing,
     watched_functions,
     watched_modules,
@@ -132,6 +133,9 @@ class Recorder:
             self.state.ahead = Ahead(memories, room)
 
 
+_is_tracing = torch._C._is_tracing  # what is done beside a traced operation would be in the user's graph
+
+
 class _Mode(TorchDispatchMode):
     supports_higher_order_operators = True  # they are taped as one operation
 
@@ -152,7 +156,7 @@ class _Mode(TorchDispatchMode):
             return NotImplemented  # DTensor and its kin unfold themselves, and come back here
         if state.sharded and is_hypothetical(types, args, kwargs):
             return func(*args, **kwargs)
-        foreign = state.tape.broken or state.idle or state.paused or state.pid != os.getpid()
+        foreign = state.tape.broken or state.idle or state.paused or state.pid != os.getpid() or _is_tracing()
         if traits.profiles and state.talk.hear(traits.name, args):
             state.sharded = True
         if foreign or traits.profiles or state.talk.depth:
@@ -177,4 +181,5 @@ WATCHES = (
     watched_kernels,
     watched_addresses,
     ctc_by_numbers,
+    left_to_tracers,
 )
