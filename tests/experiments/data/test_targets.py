@@ -1,12 +1,15 @@
 """Targets of other rows, targets made of noise, targets inside the input; and pairs that belong together."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from experiment_steps import confirmed_ids, evidence_of, excluded_families
 from torch import nn
 
+from gradproof.experiments.data import targets
 from gradproof.experiments.data.targets import do_targets_belong_to_inputs
-from gradproof.instruments.neighbours import agreement
+from gradproof.instruments import neighbours
+from gradproof.instruments.neighbours import agreement, nearest_others
 from gradproof.instruments.rows import inputs_of
 
 X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
@@ -158,6 +161,23 @@ def test_shuffled_labels_are_suspected_late():
     (said,) = [v for v in do_targets_belong_to_inputs(late[0]) if v.id]
     assert said.id == "data-target-misaligned/targets-independent-of-inputs" and said.if_troubled
     assert not confirmed_ids(do_targets_belong_to_inputs, late[1])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_of_many_rows_some_are_compared(apart, monkeypatch):
+    """All the pixels of an image in one batch: their distances, each from each, fit into no memory."""
+    compared = []
+    monkeypatch.setattr(neighbours, "nearest_others", lambda x: compared.append(len(x)) or nearest_others(x))
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    tmp = torch.linspace(-1, 1, 100)
+    places = torch.stack(torch.meshgrid(tmp, tmp, indexing="ij"), -1).reshape(-1, 2)
+    values = (5 * places).sin().sum(1, keepdim=True)
+    values = values[torch.randperm(len(values))] if apart else values
+    late = evidence_of(model, lambda: F.mse_loss(model(places), values), step=100)
+    said = [verdict.verdict for verdict in do_targets_belong_to_inputs(late) if "neighbours" in str(verdict)]
+    assert compared and max(compared) < 2 * targets.MOST
+    assert said == (["confirmed"] if apart else ["excluded"])
 
 
 def test_numbers_of_rows_have_no_neighbours():
