@@ -246,6 +246,16 @@ def test_a_slow_rate_is_no_trouble_of_a_run_that_was_cut_short(written, end, con
     assert [f.level for f in diagnose(run.read()).causes] == [level]
 
 
+@pytest.mark.parametrize("end, level", [({}, "problem"), ({"stopped_after": 60}, "note")])
+@pytest.mark.parametrize("id", ["lr-schedule-error/warmup-never-ends", "optimizer-config/momentum"])
+def test_what_takes_many_steps_is_not_held_against_a_run_that_was_cut_short(written, id, end, level):
+    run = written(loss=np.linspace(2.0, 1.8, 60))
+    said = {"family": id.partition("/")[0], "id": id, "verdict": "confirmed", "level": "problem"}
+    run.event("verdict", **said, confidence="likely", evidence=["it is long"], step=9)
+    run.writer.set_info(**end)
+    assert [f.level for f in diagnose(run.read()).causes] == [level]
+
+
 def test_a_spike_is_noted_with_its_step(written):
     loss = FALLING + 0.01 * NOISE[:60]
     loss[40] = 30.0

@@ -157,10 +157,17 @@ def cut_short(run: Run) -> bool:
     return "stopped_after" in run.info or run.info.get("exit_code") == 130
 
 
+BY_LENGTH = (
+    "lr-schedule-error/warmup-never-ends",
+    "optimizer-config/momentum",
+)  # held against the run's steps
+
+
 def as_a_run_that_goes_on(finding: Finding) -> Finding:
-    """Steps that are short, and lead down, are no fault of a run that had many more to take."""
+    """Steps that are short, and lead down, are no fault of a run that had many more to take; nor is what takes many
+    steps: a warm-up that had not ended, an average over more of them than were taken."""
     slow = finding.family == "lr-too-low" and finding.level == "warning" and finding.confidence != "proven"
-    return replace(finding, level="note") if slow else finding
+    return replace(finding, level="note") if slow or finding.id in BY_LENGTH else finding
 
 
 def script_of(run: Run) -> str:
