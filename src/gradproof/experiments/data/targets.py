@@ -284,7 +284,9 @@ def do_neighbours_agree(evidence: Evidence) -> Iterator[Verdict]:
     place = f"neighbours {x.shape[1:]} {comparison.operation.line}"  # of two networks, each has its own
     kept: list[tuple[Tensor, Tensor]] = evidence.memory.setdefault(place, [])
     if sum(len(samples) for samples, _ in kept) < MOST:
-        few = slice(None, None, max(1, len(x) // MOST))  # all pairs of a batch of many rows fit into no memory
+        few = slice(
+            None, None, max(1, len(x) // MOST)
+        )  # all pairs of a batch of many rows fit into no memory
         kept.append((columns_of(x[few]), y.reshape(-1)[few].double().cpu()))
     samples, answers = (torch.cat(part) for part in zip(*kept, strict=True))
     if len(samples) < FEWEST:
