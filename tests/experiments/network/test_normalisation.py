@@ -80,6 +80,30 @@ def test_one_sample_at_a_time_is_not_each_sample_by_itself(norm, batch, alone):
     assert found == (["normalization-error/one-sample"] if alone else [])
 
 
+class Rescaled(nn.Module):
+    """What the layer puts out is brought to the size of its input, as one stage of a cascade does it."""
+
+    def __init__(self, shrink, limit=None):
+        super().__init__()
+        self.layer, self.limit = nn.Linear(8, 8), limit
+        nn.init.normal_(self.layer.weight, std=shrink)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x):
+        out = self.layer(x)
+        factor = x.pow(2).mean(-1, keepdim=True).sqrt() / out.pow(2).mean(-1, keepdim=True).sqrt()
+        return out * (factor if self.limit is None else factor.clamp(max=self.limit))
+
+
+@pytest.mark.parametrize("shrink, limit, found", [(1e-6, None, True), (1e-6, 2.0, False), (0.3, None, False)])
+def test_a_rescaling_without_a_limit(shrink, limit, found):
+    model, x = Rescaled(shrink, limit), torch.randn(16, 8)
+    evidence = evidence_of(model, lambda: (model(x) - x).pow(2).mean())
+    said = list(does_normalisation_help(evidence))
+    assert [v.id for v in said] == (["normalization-error/unbounded-rescale"] if found else [])
+    assert all(v.if_troubled and "test_normalisation.py" in v.where for v in said)
+
+
 @pytest.mark.parametrize("dim, found", [(0, True), (1, False)])
 def test_vectors_brought_to_length_one_along_the_batch(dim, found):
     model, x = nn.Linear(8, 4), torch.randn(16, 8)

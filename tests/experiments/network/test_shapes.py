@@ -76,3 +76,20 @@ def test_two_predictions_of_one_sample_that_meet_all_others():
     assert confirmed_ids(do_shapes_meet, evidence_of(model, lambda: residual(lambda b: b[:, :1]))) == []
     assert confirmed_ids(do_shapes_meet, evidence_of(heads, lambda: of_heads(1))) == wrong
     assert confirmed_ids(do_shapes_meet, evidence_of(heads, lambda: of_heads(0))) == []
+
+
+@pytest.mark.parametrize("axis, ids", [(0, ["axis-or-shape-error/over-the-batch"]), (1, [])])
+def test_a_mixture_summed_over_the_batch(axis, ids):
+    model, x = nn.Linear(3, 5), torch.randn(16, 3)
+    evidence = evidence_of(model, lambda: -model(x).logsumexp(axis).mean())
+    assert confirmed_ids(do_shapes_meet, evidence) == ids
+
+
+def test_all_pairs_may_be_summed_both_ways():
+    model, x = nn.Linear(3, 4), torch.randn(16, 3)
+
+    def loss():
+        pairs = model(x) @ model(x).T
+        return pairs.logsumexp(0).mean() + pairs.logsumexp(1).mean()
+
+    assert not confirmed_ids(do_shapes_meet, evidence_of(model, loss))

@@ -154,6 +154,7 @@ CAUSES = (
                 "take the softmax over all candidates, before one is chosen, or along the axis that they lie on",
             ),
             ("normalised-over-the-batch", "F.normalize(z, dim=1), or dim=-1"),
+            ("over-the-batch", "name the other axis: dim=1 or dim=-1"),
             (
                 "one-step-of-time",
                 "give the layer whole sequences along its axis of time, and read each direction where it has seen all: "

@@ -36,10 +36,15 @@ CAUSES = (
                 "pass some batches in train mode before the first evaluation, or use "
                 "torch.nn.utils.parametrizations.spectral_norm, which begins with vectors that fit",
             ),
+            (
+                "unbounded-rescale",
+                "limit the factor: scale.clamp(max=10.0), or add 1e-2 or so to the size it is divided by",
+            ),
             ("running-statistics-never-move", "use momentum=0.1, the share of the new batch"),
             ("tiny-batch", "use LayerNorm or GroupNorm, or more samples in each forward pass"),
             ("one-sample", "use GroupNorm or InstanceNorm, or more samples in each forward pass"),
             ("eps", "use eps=1e-5"),
+            ("over-the-batch", "take them over the features: x.mean(-1, keepdim=True), as nn.LayerNorm does"),
         ),
         raised_by=("nonfinite", "loss_not_improving", "small_batch_norm", "evaluated_too_soon"),
     ),

@@ -1,4 +1,4 @@
-"""Does a normalisation help or hurt? What it averages, its ε against the variance, its statistics."""
+"""Does a normalisation help or hurt? What it averages, its ε against the variance, its statistics, its factors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradproof.experiments.network.own_norms import over_the_batch, without_limit
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import VIEWS, Flow
@@ -40,7 +41,7 @@ MOST_NAMES = 3  # in one sentence: more of them say no more
 
 
 def does_normalisation_help(evidence: Evidence) -> Iterator[Verdict]:
-    yield from causes_of(each(evidence, of_torchs_own, of_one_value))
+    yield from causes_of(each(evidence, of_torchs_own, over_the_batch, of_one_value, without_limit))
 
 
 # PyTorch's own ----------------------------------------------------------------------------------------------

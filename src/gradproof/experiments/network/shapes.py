@@ -51,8 +51,9 @@ CHANNELS_LAST = ("addmm", "mm", "linear")
 
 def do_shapes_meet(evidence: Evidence) -> Iterator[Verdict]:
     looks = (
-        meet_in_the_loss, one_row_for_all, view_for_transpose, viewed_before_the_step, text_along_the_batch,
-        classes_of_different_places, softmax_along_another_axis, softmax_of_one, normalised_over_the_batch,
+        meet_in_the_loss, summed_over_the_batch, one_row_for_all, view_for_transpose, viewed_before_the_step,
+        text_along_the_batch, classes_of_different_places, softmax_along_another_axis, softmax_of_one,
+        normalised_over_the_batch,
     )  # fmt: skip
     yield from causes_of(each(evidence, *looks))
 
@@ -75,6 +76,26 @@ def meet_in_the_loss(evidence: Evidence) -> Verdict | None:
                 where=place_of("", op.line),
                 fix=f"give both the shape [{count}], for example with .squeeze(-1) on the {column}",
                 confidence="proven",  # the shapes that meet
+            )
+    return None
+
+
+def summed_over_the_batch(evidence: Evidence) -> Verdict | None:
+    """A logsumexp or softmax of the loss, of (samples, a few) along the samples; all pairs make a square."""
+    flow = evidence.flow
+    batch = evidence.slot(flow.inputs[0]).shape[0] if flow.inputs else 0
+    for op in flow.operations:
+        if op.name not in ("logsumexp", *OF_CLASSES) or flow.tail.isdisjoint(op.makes):
+            continue
+        shape, axis = evidence.slot(op.reads[0]).shape, op.args[1] if len(op.args) > 1 else None
+        axes = [axis] if isinstance(axis, int) else list(axis or ())
+        if len(shape) == 2 and shape[0] == batch >= FEWEST and 2 <= shape[1] != batch and axes in ([0], [-2]):
+            return confirmed(
+                f"{FAMILY}/over-the-batch",
+                f"{op.name} of {list(shape)} runs over its first axis, the {shape[0]} samples of the batch, not over "
+                f"the {shape[1]} numbers that each of them has",
+                where=place_of("", op.line),
+                confidence="likely",
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Does what ought to follow follow? Averages of the weights and of their gradients, and target networks."""
+"""Does what ought to follow follow? Averages of the weights and of their gradients, target networks, tied weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.averages import Follower, entries_left_behind, find_followers
@@ -18,6 +19,8 @@ TIMES = 2  # later taped steps that average anew, from a tensor that has not cha
 SMALL, LARGE = 0.3, 3.0  # times the size of the weights: no average of what they have been is that far off
 FEWEST = 64  # entries that their weights have left: of fewer, all may stay by chance
 MOST = 0.5  # of them: half of every update is lost
+EARLY = 3  # steps: later, equal weights have had time to come apart
+UNTIED = 1e-3  # of the size of a table: beyond rounding, and less than a step changes it
 A_FEW = 8  # entries of a tensor: so many are a slip of memory, more are a state that was put together
 
 
@@ -29,7 +32,7 @@ def does_the_average_follow(evidence: Evidence) -> Iterator[Verdict]:
     yield from first_of((overflown_state(evidence), rounded_away(evidence, averages)))
     own = [each for each in followers if each.is_the_weight]
     looks = (impossible_moments(evidence), average_of_itself(own), thrown_away(evidence, averages))
-    yield from first_of((*looks, wrong_size(evidence, found)))
+    yield from first_of((*looks, wrong_size(evidence, found), came_untied(evidence)))
 
 
 def overflown_state(evidence: Evidence) -> Verdict | None:
@@ -183,3 +186,48 @@ def wrong_size(evidence: Evidence, found: list[Follower]) -> Verdict | None:
 
 def size_of(evidence: Evidence, slot: int) -> float:
     return float(evidence.tape.leaf_value(slot).double().norm())
+
+
+def came_untied(evidence: Evidence) -> Verdict | None:
+    """An embedding and an output layer with the same first values and memory of their own: tied by a copy."""
+    kept = evidence.memory.setdefault("tied at the start", {})
+    if evidence.step <= EARLY and "pairs" not in kept:
+        kept["pairs"] = equal_pairs(evidence)
+    slots = {slot.name: slot.index for slot in evidence.tape.parameters}
+    for table, output in kept.get("pairs", ()):
+        if table not in slots or output not in slots:
+            continue
+        one, two = (evidence.tape.leaf_value(slots[name]) for name in (table, output))
+        apart = float((one - two).norm() / one.norm())
+        if apart > UNTIED:
+            return confirmed(
+                f"{FAMILY}/untied",
+                f"{output} began as a copy of {table} and is now {100 * apart:.2g} % away: two tensors, not one",
+                where=output,
+                fix=f"share the parameter itself: {output} = {table}, not its .data or a clone",
+                level="warning",
+                confidence="likely",
+            )
+    return None
+
+
+def equal_pairs(evidence: Evidence) -> list[tuple[str, str]]:
+    """(looked-up table, matrix) with bit-identical values before the step, both trained, neither constant."""
+    tables = {op.reads[0] for op in evidence.forward if op.name == "embedding" and op.reads}
+    stepped, value = set(evidence.tape.stepped), evidence.tape.leaf_value
+    slots = [slot for slot in evidence.tape.parameters if len(slot.shape) == 2 and slot.index in stepped]
+    return [
+        (one.name, two.name)
+        for one in slots
+        for two in slots
+        if one.index in tables
+        and two.index not in tables
+        and one.shape == two.shape
+        and one.storage != two.storage
+        and differs_inside(value(one.index))
+        and torch.equal(value(one.index), value(two.index))
+    ]
+
+
+def differs_inside(values: Tensor) -> bool:
+    return bool((values != values.reshape(-1)[0]).any())

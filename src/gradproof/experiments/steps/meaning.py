@@ -1,4 +1,4 @@
-"""Does the optimizer do what was meant? What decay does to a step and to the weights."""
+"""Does the optimizer do what was meant? What decay does to a step and to the weights; which layers rates belong to."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from torch import nn
 
 from gradproof.experiments.verdict import Verdict, confirmed, excluded, first_of
 from gradproof.instruments.evidence import Evidence
-from gradproof.instruments.flow import place_of
-from gradproof.instruments.update import groups_of, line_of_optimizer, named_parameters, outweighs, shrinkage
+from gradproof.instruments.flow import VIEWS, place_of
+from gradproof.instruments.update import (
+    at_work,
+    groups_of,
+    line_of_optimizer,
+    named_parameters,
+    outweighs,
+    shrinkage,
+)
 
 FAMILY = "optimizer-config"
 # torch's optimizers whose decay joins the gradient
@@ -21,11 +28,13 @@ NOTHING_LEFT = 0.05
 FAST = 0.02  # of a weight, at every step: half of it is gone after 35
 WINS, LITTLE = 1.0, 0.3  # times what a step adds: weights that lose more can only shrink
 SAME = 0.01  # of what is taken off: that rate times decay comes so near is no chance
+APART = 10.0  # between the rates of first and last layers: as fine-tuning has them, the other way round
+FAR_APART = 1000.0  # nobody means that
 USUAL = 0.5  # a decay up to here is not what is wrong with lr * decay
 
 
 def does_the_optimizer_do_what_was_meant(evidence: Evidence) -> Iterator[Verdict]:
-    yield from first_of(look(evidence) for look in (decay_has_won, decay_leads, shrinks))
+    yield from first_of(look(evidence) for look in (decay_has_won, decay_leads, shrinks, rates_swapped))
 
 
 def decay_has_won(evidence: Evidence) -> Verdict | None:
@@ -117,5 +126,35 @@ def shrinks(evidence: Evidence) -> Verdict | None:
         where=place_of("", op.line) or line_of_optimizer(evidence) or None,
         if_troubled=share < FAST,
         confidence="likely",  # the factor is certain, that it was not meant is not
+        lasting=False,
+    )
+
+
+def rates_swapped(evidence: Evidence) -> Verdict | None:
+    """The last layer learns ten times slower than the first: the other way round from fine-tuning."""
+    optimizers = at_work(evidence)
+    groups = [g for o in optimizers for g in o.param_groups if g.get("lr") is not None]
+    rates = {id(p): float(g["lr"]) for g in groups for p in g["params"]}
+    if len(optimizers) != 1 or len(set(rates.values())) < 2:
+        return None
+    named, flow = named_parameters(evidence), evidence.flow
+    used = [evidence.slot(flow.behind(slot, VIEWS)) for op in flow.layers for slot in op.reads]
+    matrices = [slot.name for slot in used if slot.kind == "parameter" and len(slot.shape) >= 2]
+    known = [
+        (name, rates[id(named[name])]) for name in matrices if name in named and id(named[name]) in rates
+    ]
+    if len(known) < 2:
+        return None
+    (first, before), (last, after) = known[0], known[-1]
+    if not 0 < after * APART <= before:
+        return None
+    return confirmed(
+        f"{FAMILY}/groups-swapped",
+        f"{last}, the last layer, has a learning rate of {after:g}; {first}, the first, one of {before:g}",
+        where=line_of_optimizer(evidence) or last,
+        fix=f"swap them: {before:g} for {last}, {after:g} for {first}",
+        level="warning",
+        confidence="possible",
+        if_troubled=after * FAR_APART > before,
         lasting=False,
     )

@@ -35,7 +35,7 @@ TIMES = 2  # looks at a converted parameter: it has a gradient, and stays as it 
 
 def does_the_optimizer_hold_everything(evidence: Evidence) -> Iterator[Verdict]:
     """Parameters that get a gradient and stay as they are, and why; else what is frozen and makes nothing but zeros."""
-    looks = (plain_tensor, never_changed, passed_over, frozen_at_zero)
+    looks = (plain_tensor, never_changed, passed_over, frozen_at_zero, frozen_in_between)
     yield from first_of(look(evidence) for look in looks)
 
 
@@ -198,10 +198,12 @@ def plain_tensor(evidence: Evidence) -> Verdict | None:
 
 def frozen_at_zero(evidence: Evidence) -> Verdict | None:
     """Matrices that are zero and frozen, as adapters are made and nobody wants them to stay: what they make is zero."""
-    named, flow = named_parameters(evidence), evidence.flow
-    read = [evidence.slot(flow.behind(slot, VIEWS)).name for op in flow.layers for slot in op.reads]
-    matrices = [name for name in dict.fromkeys(read) if name in named and named[name].dim() >= 2]
-    frozen = [name for name in matrices if not named[name].requires_grad and not named[name].is_meta]
+    named = named_parameters(evidence)
+    frozen = [
+        name
+        for name in matrices(evidence, named)
+        if not named[name].requires_grad and not named[name].is_meta
+    ]
     zero = [name for name in frozen if not named[name].detach().count_nonzero()]
     if not zero:
         return None
@@ -209,3 +211,35 @@ def frozen_at_zero(evidence: Evidence) -> Verdict | None:
     line = next(iter(evidence.facts.lines.get("requires_grad_", ())), "")
     fix = f"set requires_grad = True for {shown(zero)} before the optimizer is made, and give them to it"
     return not_trained("frozen", [said], zero[0], line, fix)  # every entry was looked at
+
+
+def frozen_in_between(evidence: Evidence) -> Verdict | None:
+    """A frozen matrix with trained ones before and behind it, still at the random values that it was made with."""
+    facts = evidence.facts
+    if any(load.get("fitting") for load in facts.loads) or facts.optimizer_states.get("in_files"):
+        return None  # something was loaded: what is frozen may be what was learned before
+    named, ids = named_parameters(evidence), set(map(id, held(evidence)))  # now or before
+    names = matrices(evidence, named)
+    trained = [named[name].requires_grad or id(named[name]) in ids for name in names]
+    for place, name in enumerate(names):
+        between = any(trained[:place]) and any(trained[place + 1 :])
+        if not trained[place] and between and not is_copy(evidence, named, name):
+            line = next(iter(facts.lines.get("requires_grad_", ())), "")
+            return confirmed(
+                f"{FAMILY}/frozen",
+                f"{name} is frozen at its first values, with trained layers before and behind it; nothing was loaded",
+                where=f"{name} ({line})" if line else name,
+                fix=f"set requires_grad_(True) for {name}, or load the weights that are to stay",
+                level="warning",
+                confidence="possible",
+                if_troubled=True,
+                lasting=False,
+            )
+    return None
+
+
+def matrices(evidence: Evidence, named: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that layers read, in the order of use."""
+    flow = evidence.flow
+    read = [evidence.slot(flow.behind(slot, VIEWS)).name for op in flow.layers for slot in op.reads]
+    return [name for name in dict.fromkeys(read) if name in named and named[name].dim() >= 2]
