@@ -281,18 +281,6 @@ class Flow:
                 return None
         return found
 
-    def reached(self, slots: Iterable[int], through: Collection[str]) -> tuple[set[int], list[Operation]]:
-        """Forwards: what some slots are turned into by operations of some names, and the other operations on it."""
-        found, users = set(slots), []
-        for op in self.operations:
-            if found.isdisjoint(self.reads(op)):
-                continue
-            if op.name in through:
-                found.update(self.makes(op))
-            else:
-                users.append(op)
-        return found, users
-
     def is_learned(self, slot: int) -> bool:
         """Whether a parameter has a part in it: a teacher's answer, or an estimated return, is not data."""
         return not self.weights.isdisjoint(self.ancestors(slot))

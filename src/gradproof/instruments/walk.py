@@ -42,11 +42,10 @@ def tracked(op: Operation) -> list[int]:
 
 def back(flow: Flow, slot: int, through: Pattern) -> Iterator[Operation]:
     """What made a slot, what made the first operand of that, and so on: to the first that is not gone through."""
-    op = flow.maker(slot)
-    while op is not None:
+    for op in flow.chain(slot):
         yield op
-        reads = flow.reads(op)
-        op = flow.maker(reads[0]) if reads and goes_through(through, op) else None
+        if not goes_through(through, op):
+            return
 
 
 def behind(
@@ -72,6 +71,11 @@ def ahead(
             yield op
             if goes_through(through, op):
                 reach.update((*flow.makes(op), *op.writes))
+
+
+def users(flow: Flow, slots: Iterable[int], through: Pattern) -> list[Operation]:
+    """Who reads some slots on the way to the loss, or what they are turned into by operations that are gone through."""
+    return [op for op in ahead(flow, slots, through, flow.operations) if not goes_through(through, op)]
 
 
 def carry(flow: Flow, path: Iterable[Operation], numbers: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each, excluded
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import ALIASES, RESHAPES, VIEWS, Comparison, Flow, place_of
+from gradproof.instruments.walk import ahead
 from gradproof.tape.operations import Operation, Ref
 
 FAMILY = "loss-activation-mismatch"
@@ -24,6 +25,7 @@ RANGES = {
     "hardsigmoid": (0.0, 1.0),
 }  # fmt: skip
 RAW = ("addmm", "mm", "bmm", "matmul", "linear", "convolution", "baddbmm")
+AVERAGED = VIEWS | {"neg", "mean", "sum", "rsub"}
 SIGMOIDS = ("sigmoid", "log_sigmoid_forward")
 SUMS_TO_ONE = 0.02  # how far off a row may be: half precision leaves less of a sum of probabilities
 NEARLY_ALL = 0.9  # of the rows: what is padded or masked may hold anything
@@ -293,8 +295,11 @@ def of_picked(evidence: Evidence) -> Iterator[Verdict]:
     for pick in flow.picks:
         if flow.follow(pick.reads[0], {"_softmax"}) is None:
             continue
-        ends, _ = flow.reached(pick.makes, VIEWS | {"neg", "mean", "sum", "rsub"})
-        if not ends.isdisjoint(flow.tape.loss_slots):
+        ends = [
+            pick,
+            *(op for op in ahead(flow, pick.makes, AVERAGED, flow.operations) if op.name in AVERAGED),
+        ]
+        if any(not set(flow.makes(op)).isdisjoint(flow.tape.loss_slots) for op in ends):
             said = "the loss is the probability of the right class itself, not its logarithm"
             fix = "use log_softmax in place of softmax, or cross_entropy on the raw scores"
             where = place_of("", pick.line)

@@ -133,9 +133,9 @@ def logarithm_of_raw(flow: Flow, log: Operation) -> Verdict | None:
 
 def is_weighed_by_targets(flow: Flow, log: Operation, x: int) -> bool:
     """Whether a logarithm is multiplied with data, and the product put together with what it is the logarithm of."""
-    _, users = flow.reached(log.makes, ())
-    products = [op for op in users if op.name == "mul" and not flow.tracked.issuperset(flow.reads(op))]
-    _, sums = flow.reached((slot for op in products for slot in op.makes[:1]), ())
+    products = [op for op in flow.readers(log.makes[0]) if op.name == "mul"]
+    weighed = [op for op in products if not flow.tracked.issuperset(flow.reads(op))]
+    sums = [op for product in weighed for op in flow.readers(product.makes[0])]
     return any(op.name in SUMS and x in flow.reads(op) for op in sums)
 
 

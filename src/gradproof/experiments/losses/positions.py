@@ -14,6 +14,7 @@ from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import VIEWS, Comparison, Flow, place_of, place_of_data
 from gradproof.instruments.grids import EXACT, Grid, find_grids, find_padding
 from gradproof.instruments.source import read, say_where_made
+from gradproof.instruments.walk import users
 from gradproof.instruments.weights import pull, take_apart
 from gradproof.tape.operations import Line, Operation, Ref
 
@@ -235,8 +236,8 @@ def share_of_next(grid: Grid, lost: Tensor, token: int) -> float:
 def mask_line(grid: Grid) -> Line | None:
     """Where the mask was made that the losses of the positions are multiplied with or chosen by."""
     flow = grid.evidence.flow
-    _, users = flow.reached(grid.comparison.operation.makes[:1], VIEWS)
-    masked = next((op for op in users if op.name in MASKED and len(op.reads) > 1), None)
+    readers = users(flow, grid.comparison.operation.makes[:1], VIEWS)
+    masked = next((op for op in readers if op.name in MASKED and len(op.reads) > 1), None)
     given = [slot for slot in masked.reads if slot not in flow.tracked] if masked is not None else []
     makers = (flow.maker(flow.behind(slot, VIEWS)) for slot in given)
     return next((op.line for op in makers if op is not None and op.line is not None), None)

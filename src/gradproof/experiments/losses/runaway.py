@@ -14,6 +14,7 @@ from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.choices import policy_terms
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, place_of
+from gradproof.instruments.walk import users
 from gradproof.tape.operations import Operation, Slot, references
 
 
@@ -96,7 +97,7 @@ def along_an_output(evidence: Evidence) -> Iterator[Verdict]:
         fallen = falls_without_end(evidence, now, slots, way) if now.keys() >= set(slots) else None
         if fallen is None:
             continue
-        _, users = flow.reached(slots[:1], PASSES)
+        readers = users(flow, slots[:1], PASSES)
         shifts, far = ", ".join(f"{way * d:g}" for d in DECADES), ", ".join(f"{loss:.3g}" for loss in fallen)
         yield confirmed(
             "loss-scale-or-sign/unbounded",
@@ -104,7 +105,7 @@ def along_an_output(evidence: Evidence) -> Iterator[Verdict]:
             f"takes the loss from {evidence.loss:.3g} to {far}: it falls without "
             "end for all samples, however far predictions are from their targets",
             f"the loss of the run goes that way: {losses[0]:.3g} at first, {losses[-1]:.3g} now",
-            where=place_of("", users[-1].line if users else None),
+            where=place_of("", readers[-1].line if readers else None),
             confidence="proven",  # it was shifted alone
         )
         return
