@@ -79,6 +79,27 @@ def test_branch_without_a_predictor(stopped):
     assert ids(verdicts(model, loss)) == (set() if stopped else {"missing-stop-gradient/target"})
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_two_views_that_the_other_samples_keep_apart(others):
+    """SimCLR divides by the similarity to all others; without, one vector for every sample is the best there is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    a = torch.randn(6, 4)
+    b = a + 0.1 * torch.randn(6, 4)
+
+    def loss():
+        one, two = F.normalize(model(a), dim=1), F.normalize(model(b), dim=1)
+        alike = (one * two).sum(dim=-1) / 0.5
+        if not others:
+            return 2 - alike.mean()
+        both = torch.cat([one, two])
+        near = torch.exp(both @ both.T / 0.5)[~torch.eye(12, dtype=torch.bool)].view(12, -1).sum(1)
+        return -torch.log(torch.cat([alike, alike]).exp() / near).mean()
+
+    found = verdicts(model, loss)
+    assert ids(found) == (set() if others else {"missing-stop-gradient/target"})
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_baseline(stopped):
     model = nn.ModuleDict({"policy": nn.Linear(4, 3), "value": nn.Linear(4, 1)})

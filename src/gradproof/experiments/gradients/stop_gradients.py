@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ from torch import Tensor
 from gradproof.experiments.verdict import Verdict, causes_of, confirmed, each
 from gradproof.instruments.evidence import Evidence
 from gradproof.instruments.flow import RESHAPES, VIEWS, place_of
+from gradproof.instruments.hearing import outcome
 from gradproof.instruments.update import has_gradient, held, named_parameters
 from gradproof.instruments.walk import ahead, anything, back, operands, tracked
 from gradproof.tape.operations import Operation, Ref, references
@@ -20,6 +22,7 @@ COMPARES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 DISTANCES = ("pow", "square", "abs", "linalg_vector_norm", "norm")
 ADDS = ("add", "sub", "rsub")
 PASSES = RESHAPES | {"expand"}
+APART = 1e-6  # of a loss, in float64: rounding is far below, what the other samples do far above
 HINGES = ("relu", "maximum", "softplus")
 NEAR = 4  # operations between a weight and the average that is made of it
 TO_THE_EXPONENTIAL = VIEWS | {"sum", "mean", "clamp", "clamp_min", "clamp_max", "mul", "neg"}
@@ -125,9 +128,29 @@ def compared_with_itself(evidence: Evidence) -> Verdict | None:
             returned = target.is_return and not prediction.is_return and not product
             if returned or target.layers < prediction.layers:
                 return verdict_of(op, target, "a return" if returned else "the branch without a predictor")
-        if product and first.layers == second.layers:
+        if product and first.layers == second.layers and not wants_them_apart(evidence, one, two):
             return verdict_of(op, second, "the other view", level="warning")
     return None
+
+
+def wants_them_apart(evidence: Evidence, one: int, two: int) -> bool:
+    """Whether the loss is lower with a vector of its own for each sample, the same in both views, than with one for
+    all: a contrastive loss holds the views of the other samples in its denominators, and they keep it from collapse."""
+    flow, ends = evidence.flow, list(evidence.tape.loss_slots)
+    now = flow.values([one, two])
+    if len(now) < 2 or len(ends) != 1:
+        return False
+    some = now[one].double()
+    own = torch.randn(some.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        some.device
+    )
+    own *= some.norm(dim=-1, keepdim=True) / own.norm(dim=-1, keepdim=True)
+    found = [
+        outcome(flow, ends, {slot: rows.to(now[slot].dtype) for slot in (one, two)}).get(ends[0])
+        for rows in (own, own[:1].expand_as(own).contiguous())
+    ]
+    apart, as_one = (float(loss.double().sum()) if loss is not None else math.nan for loss in found)
+    return apart < as_one - APART * abs(as_one)
 
 
 def pulled_baseline(evidence: Evidence) -> Verdict | None:
