@@ -227,9 +227,9 @@ CAUSES = (
             ("weights-of-classes", "give the sampler a weight for each sample: class_weights[labels]"),
             (
                 "changed-on-the-way",
-                "hold the batches from after the turn against those from before it: `gradproof ask RUN changed` says who "
-                "is worse off and what is different, `gradproof ask RUN fed --step N` files and classes; if they are harder "
-                "by design, nothing is wrong",
+                "hold the batches from after the turn against those from before it: `gradproof ask RUN changed` says "
+                "who is worse off and what is different, `gradproof ask RUN fed --step N` files and classes; if they "
+                "are harder by design, nothing is wrong",
             ),
         ),
         raised_by=(
