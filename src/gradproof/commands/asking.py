@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
 from gradproof.errors import UserError, plain
+
+SELDOM = (
+    200_000  # new objects between two searches for cycles: most of an answer's are PyTorch's own, and stay
+)
 
 
 def add_ask(commands: argparse._SubParsersAction) -> None:
@@ -53,6 +58,7 @@ def ask(args: argparse.Namespace) -> int:
     from gradproof.commands.watching import write_json
 
     keep_freed_memory()
+    gc.set_threshold(SELDOM)
     found = OpenedRun(args.run).ask(
         args.question,
         step=args.step,
