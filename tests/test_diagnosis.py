@@ -610,6 +610,20 @@ def test_a_cause_is_there_since_the_first_step_that_shows_it_whichever_was_asked
     assert found.step == 1
 
 
+@pytest.mark.parametrize("order", [(1, 4, 13), (13, 1, 4), (4, 13, 1)])
+def test_what_is_said_of_a_later_step_stands_whichever_was_asked_first(written, order):
+    """Of a long training the newest steps are asked first: an early step takes nothing from what a late one shows."""
+    made = written(loss=FALLING)
+    for step in order:
+        said = verdict("lr-too-low", "confirmed", evidence=["tiny"]) | {
+            "if_troubled": step < 13,
+            "lasting": False,
+        }
+        made.event("verdict", **said, step=step)
+    (found,) = diagnose(made.read()).causes
+    assert found.family == "lr-too-low" and found.step == 1
+
+
 @pytest.mark.parametrize("said", [{}, {"confidence": None}, {"confidence": ""}])
 def test_a_verdict_that_does_not_say_how_sure_it_is_is_only_possible(written, said):
     made = written(loss=FALLING)

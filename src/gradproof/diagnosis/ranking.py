@@ -191,17 +191,18 @@ def leave_to_its_rank(symptoms: list[Symptom]) -> list[Symptom]:
 def last_verdicts(run: Run) -> list[dict[str, Any]]:
     """What each experiment said last about each family, and since when; what it called lasting stays said."""
     last: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for event in run.events:
-        if event.get("event") != "verdict" or event.get("family") not in BY_FAMILY:
-            continue
+    verdicts = (e for e in run.events if e.get("event") == "verdict" and e.get("family") in BY_FAMILY)
+    for event in sorted(
+        verdicts, key=lambda event: event.get("step") or 0
+    ):  # the newest steps are asked first
         before = last.setdefault((event.get("experiment", ""), event["family"]), [])
         ids = [(said["verdict"], said.get("id")) for said in before]
         since = event.get("step")
-        if ("confirmed", event.get("id")) in ids:  # the step that failed may have been asked first
+        if ("confirmed", event.get("id")) in ids:
             known = before[ids.index(("confirmed", event.get("id")))]["since"]
             since = min((step for step in (known, since) if step is not None), default=None)
         before[:] = standing(before, {**event, "since": since})
-    return [said for verdicts in last.values() for said in verdicts]
+    return [said for standing_ones in last.values() for said in standing_ones]
 
 
 def exclusion_of_verdict(verdict: dict[str, Any]) -> Exclusion:

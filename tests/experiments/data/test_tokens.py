@@ -77,7 +77,9 @@ def test_positions_that_are_chosen_by_a_mask(ahead, ids):
 @pytest.mark.parametrize("causal", [True, False])
 def test_several_texts_in_one_row(causal):
     """Each token may attend to those of its own text; the loss leaves out the last of each."""
-    torch.manual_seed(0)  # of texts so short that a changed token has no later one of its own, nothing is known
+    torch.manual_seed(
+        0
+    )  # of texts so short that a changed token has no later one of its own, nothing is known
     model = Transformer()
     text, ends = torch.randint(0, VOCABULARY, (BATCH, TIME + 1)), torch.rand(BATCH, TIME + 1) < 0.2
     number = ends.long().cumsum(1) - ends.long()
