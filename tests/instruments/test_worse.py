@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from taped_trainings import evidence_of_step
 from torch import nn
 
+from gradproof.examination.worker import Worker
+from gradproof.instruments import worse
 from gradproof.instruments.worse import who_loses
+from gradproof.tape.specimen import save
 
 
 class Stations(nn.Module):
@@ -64,3 +67,16 @@ def test_the_samples_of_one_station(classes):
 @pytest.mark.parametrize("classes", [5, 1])
 def test_none_all_and_any_samples_are_no_kind(classes, wrong):
     assert who_loses(*steps_of(classes, wrong)) is None
+
+
+def test_an_exchange_stands_without_it(tmp_path, monkeypatch):
+    """Whose samples are worse off is more than was asked: where it fails, the data are to blame all the same."""
+    sides = steps_of(5, lambda station: station == 2)
+    paths = [
+        [str(save(each.specimen, tmp_path / side)) for each in steps]
+        for side, steps in zip("ab", sides, strict=True)
+    ]
+    assert "with 2 in input 1" in Worker().swap(*paths)["changed"][0]
+    monkeypatch.setattr(worse, "who_loses", lambda early, late: 1 / 0)
+    found = Worker().swap(*paths)
+    assert found["blame"] == "data" and not any("input 1" in text for text in found["changed"])

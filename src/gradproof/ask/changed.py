@@ -64,7 +64,7 @@ def steps_to_compare(asked: Asked) -> list[list[Shelved]]:
     if asked.other:
         early, late = steps_to_swap(shelf, leap, asked.step, asked.other)
         until, since = early[-1].step, late[0].step
-    elif leap is not None and leap[0] > shelf[0].step:
+    elif leap is not None and shelf and leap[0] > shelf[0].step:
         return steps_to_swap(shelf, leap, asked.step, "", SEVERAL)
     else:
         since = asked.step if asked.step is not None else len(asked.run) // 2

@@ -70,9 +70,8 @@ class Worker:
         except NoRoom as error:
             answer = {"later": str(error)}
         except Exception as error:
-            if not os.path.exists(
-                specimens[-1]
-            ):  # while the training goes on, between a question's turn and its answer
+            # the training goes on between a question's turn and its answer
+            if not os.path.exists(specimens[-1]):
                 return {"not_asked": PUSHED_OUT, "seconds": round(time.perf_counter() - began, 4)}
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(place.filename)}:{place.lineno}"
@@ -155,8 +154,9 @@ class Worker:
         found = describe_swap(swap(*sides))
         changes = find_changes(*([table_of(evidence) for evidence in side] for side in sides))
         said = [f"{change.column}: {change.text}" for change in changes]
-        worse = who_loses(*sides)
-        return found | {"changed": [*([str(worse)] if worse else []), *said][:MOST_CHANGES]}
+        with suppress(Exception):  # more than was asked: the exchange itself stands without it
+            said[:0] = map(str, filter(None, [who_loses(*sides)]))
+        return found | {"changed": said[:MOST_CHANGES]}
 
     def _evidence_of(self, path: str, device: str | None) -> Any:
         room = share_of_gpu(Path(path), device, self._share)

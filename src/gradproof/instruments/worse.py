@@ -56,7 +56,7 @@ class Kind:
 
 
 def who_loses(early: Sequence[Evidence], late: Sequence[Evidence]) -> Kind | None:
-    """The kind of sample that tells best who loses much, if one does; with each step's nearest weights of before."""
+    """The kind of sample that tells best who loses much, if one does, with the last weights of before."""
     usual = [part for step in early if (part := losses_by_sample(step, {})) is not None]
     steps = [(step, losses_by_sample(step, weights_for(step, early[-1]))) for step in late]
     now = [(step, part) for step, part in steps if part is not None]

@@ -321,9 +321,8 @@ def left_to_tracers(state: State) -> Iterator[None]:
                 continue
 
             def alone(*args: Any, _own: Callable = own, **kwargs: Any) -> Any:
-                ours_only = (
-                    torch._C._len_torch_dispatch_stack() == 1
-                )  # the script's own see what they would see
+                # the script's own modes see what they would see
+                ours_only = torch._C._len_torch_dispatch_stack() == 1
                 with state.unseen(), _disable_current_modes() if ours_only else nullcontext():
                     return _own(*args, **kwargs)
 
