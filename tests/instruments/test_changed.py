@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+import gradproof
+from gradproof.errors import UserError
 from gradproof.instruments.changed import columns_of, find_changes
+from gradproof.record.writer import RunWriter
 
 
 def draw(generator, rows=256, shift=0.0, drift=0):
@@ -119,3 +122,9 @@ def test_steps_that_were_given_something_else_are_left_out():
     generator = np.random.default_rng(0)
     assert find_changes([{"other": np.zeros(9)}, *tables(0)], tables(1, shift=1.0))
     assert texts(generator)[0].keys() == columns(np.zeros((4, 80), int)).keys()
+
+
+def test_where_no_step_was_recorded_that_is_said(tmp_path):
+    RunWriter(tmp_path / "run", {}).close()
+    with pytest.raises(UserError, match="no step was recorded"):
+        gradproof.open(tmp_path / "run").ask("changed")

@@ -60,11 +60,13 @@ def answer(asked: Asked) -> Answer:
 def steps_to_compare(asked: Asked) -> list[list[Shelved]]:
     """Those around the turn of the loss; or up to the step --with and from --step on; or of both halves of the run."""
     shelf, leap = read_shelf(asked.run.path), leap_to_look_into(asked.run)
+    if not shelf:
+        raise UserError("no step was recorded: there are no batches to compare")
     several = 1 if any(shelved.bytes > LARGE for shelved in shelf) else SEVERAL
     if asked.other:
         early, late = steps_to_swap(shelf, leap, asked.step, asked.other)
         until, since = early[-1].step, late[0].step
-    elif leap is not None and shelf and leap[0] > shelf[0].step:
+    elif leap is not None and leap[0] > shelf[0].step:
         return steps_to_swap(shelf, leap, asked.step, "", SEVERAL)
     else:
         since = asked.step if asked.step is not None else len(asked.run) // 2
